@@ -23,7 +23,7 @@ FROM ${BASE} AS toolchain
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
       ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgrpc++-dev \
-      libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev \
+      libhwy-dev libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev \
       libutf8proc-dev ninja-build \
       nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc \
       python3 python3-venv \

@@ -28,6 +28,7 @@ HEADERS = {
     "nlohmann_json": "nlohmann-json3-dev",
     "Boost": "libboost1.81-dev",
     "Random123": "librandom123-dev",
+    "hwy": "libhwy-dev",
 }
 
 

@@ -19,7 +19,7 @@ TORCH_VERSION=$(sed -n 's/^torch==\([^ +]*\).*/\1/p' "$EPIKV_REQUIREMENTS/torch-
 # What the daemon is built from, and the tools of the build.
 EPIKV_PACKAGES=(
   ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgmock-dev libgrpc++-dev
-  libgtest-dev libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev
+  libgtest-dev libhwy-dev libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev
   libsqlite3-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler
   protobuf-compiler-grpc python3 python3-venv
 )

@@ -334,7 +334,7 @@ MUTANTS = [
     ),
     Mutant(
         "V's scales are K's",
-        "runtime/kernels/attend_avx512.cc",
+        "runtime/kernels/attend_blocks.inc",
         "value_scales.Read(values, value_bytes, count, dv);",
         "value_scales = key_scales;",
         "runtime_test",

@@ -28,9 +28,9 @@ enum class DecodeKernel {
 };
 absl::string_view DecodeKernelName(DecodeKernel kernel);
 
-// How a prompt's rows attend. kBatch is our loop, one call for all prompts' lanes,
-// where the processor has one for the shape; elsewhere, and with kFlash, the SDPA flash kernel, a
-// call or two a sequence. Over K and V of int8 it is kBatch.
+// How a prompt's rows attend. kBatch is our loop, one call for all prompts' lanes, where the
+// processor has one for the shape; elsewhere, and with kFlash, the SDPA flash kernel, a call or two
+// a sequence. Over K and V of int8 it is kBatch.
 enum class PrefillKernel { kBatch, kFlash };
 absl::string_view PrefillKernelName(PrefillKernel kernel);
 

@@ -14,7 +14,11 @@ namespace epikv {
 struct BFloat16 {
   uint16_t bits;
 };
-#if defined(__clang__) && __clang_major__ < 15
+#if defined(__aarch64__)
+using Float16 = __fp16;  // GCC before 13 has no _Float16 there
+EPIKV_INLINE float Load(const Float16* p) { return static_cast<float>(*p); }
+EPIKV_INLINE void Store(Float16* p, float x) { *p = static_cast<Float16>(x); }
+#elif defined(__clang__) && __clang_major__ < 15
 struct Float16 {
   uint16_t bits;
 };

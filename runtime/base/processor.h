@@ -1,18 +1,42 @@
 #pragma once
 
-// What instruction sets do not say of a processor.
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+// What kernels may use of the processor.
 
 namespace epikv {
 
-// Whether AVX512_BF16 is faster than widening to fp32. Intel's processors take two cycles for 32
-// products in bfloat16, and half a one for 16 in fp32; AMD's half a one or a whole for either.
-inline bool HasFastBFloat16Pairs() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  static const bool has = __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
-  return has;
-#else
-  return false;
-#endif
-}
+struct Processor {
+  bool avx2 = false;    // with FMA, F16C, BMI and BMI2
+  bool avx512 = false;  // x86-64-v4: F, BW, CD, DQ and VL
+  bool avx512_vnni = false;
+  bool avx512_bf16 = false;
+  // Whether avx512_bf16 is faster than widening to fp32. Intel's processors take two cycles for 32
+  // products in bfloat16, and half a one for 16 in fp32; AMD's half a one or a whole for either.
+  bool fast_bf16_pairs = false;
+  bool amx_bf16 = false;  // a matrix unit, and the system lets this process use it
+  bool neon = false;
+  bool neon_dot = false;  // products of four pairs of int8
+};
+
+// This one, less what LimitProcessor took from it.
+const Processor& ThisProcessor();
+
+enum class ProcessorLimit {
+  kNone,
+  kAvx512,  // and nothing that Processor names behind it
+  kAvx2,
+  kPlain,  // none of all these
+};
+// "auto", "avx512", "avx2" or "plain".
+std::optional<ProcessorLimit> ProcessorLimitOf(absl::string_view name);
+
+// From now on ThisProcessor() has no more than that, nor have the libraries below LibTorch: call it
+// before they are used. Loops that the compiler clones (clones.h) look for themselves, and are not
+// limited. FAILED_PRECONDITION if the processor has less.
+absl::Status LimitProcessor(ProcessorLimit limit);
 
 }  // namespace epikv

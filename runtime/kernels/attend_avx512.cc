@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/base/processor.h"
+#include "runtime/kernels/attend_blocks.h"
 #include "runtime/kernels/bent_logits.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -16,9 +18,11 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kVector = 16;
-constexpr int64_t kBlock = 2 * kVector;  // keys: with wide heads, 64 leave no room in the L1 cache
-constexpr int kTile = 7;                 // queries whose sums are in registers together
+constexpr int kTile = 7;  // queries whose sums are in registers together
+
+#include "runtime/kernels/attend_blocks.inc"
+
+EPIKV_INLINE float SumOf(const float* mass) { return _mm512_reduce_add_ps(_mm512_load_ps(mass)); }
 
 // exp(x) for x <= 0, as ExpNegative but for what is below -87, which is told from 0 by a denormal
 // or not at all.
@@ -306,17 +310,6 @@ struct PairedInt8 : Paired {
   }
 };
 
-// The scales of a block's rows, 0 behind the last.
-struct Scales {
-  alignas(64) float of[kBlock];
-
-  EPIKV_INLINE void Read(const char* rows, int64_t row_bytes, int64_t count, int64_t width) {
-    for (int64_t j = 0; j < count; ++j) of[j] = RowScale(rows + j * row_bytes, width);
-    std::fill(of + count, of + kBlock, 0.0f);
-  }
-};
-
-// queries [kQueries, words], keys [words, kBlock] -> logits [kQueries, kBlock], scaled.
 template <class As, int kQueries>
 EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t words, float scale,
                          const Scales& scales, float* logits) {
@@ -352,24 +345,10 @@ EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t 
   }
 }
 
-// What is read next, and is fetched while something else is computed: rows of so many bytes. The
-// processor does not see by itself that K follows V, and V K.
-struct Ahead {
-  const char* rows;
-  int64_t row_bytes;
-
-  EPIKV_INLINE void Fetch(int64_t row) const {
-    for (int64_t at = 0; at < row_bytes; at += 64) {
-      _mm_prefetch(rows + row * row_bytes + at, _MM_HINT_T0);
-    }
-  }
-};
-
-// sums [kQueries, width] += weights [kQueries, kBlock] values [count, width], of kVectors x 16
-// columns.
+// AddValues of kVectors x 16 columns.
 template <class As, int kQueries, int kVectors>
-EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t row_bytes,
-                            const Ahead& ahead, int64_t count, int64_t width, float* sums) {
+EPIKV_INLINE void AddColumns(const uint32_t* weights, const char* values, int64_t row_bytes,
+                             const Ahead& ahead, int64_t count, int64_t width, float* sums) {
   __m512 sum[kQueries][kVectors];
   for (int g = 0; g < kQueries; ++g) {
     for (int i = 0; i < kVectors; ++i) sum[g][i] = _mm512_load_ps(sums + g * width + kVector * i);
@@ -392,7 +371,6 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t
   }
 }
 
-// All columns.
 template <class As, int kQueries>
 EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t row_bytes,
                             Ahead ahead, int64_t count, int64_t width, float* sums) {
@@ -400,7 +378,7 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t
   const auto add = [&](auto vectors) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(vectors)::value;
     for (; column + kVector * kVectors <= width; column += kVector * kVectors) {
-      AddValues<As, kQueries, kVectors>(
+      AddColumns<As, kQueries, kVectors>(
           weights, values + column * static_cast<int64_t>(sizeof(typename As::Cached)), row_bytes,
           ahead, count, width, sums + column);
       ahead.row_bytes = 0;  // once
@@ -411,39 +389,6 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t
   if constexpr (As::kKeys == 1) add(std::integral_constant<int, 1>());
 }
 
-// What is kept for `queries` rows x group, 64-byte aligned.
-template <class As>
-struct Scratch {
-  Scratch(const LaneShape& shape, int64_t num_queries, float* memory) {
-    const int64_t words = As::Words(shape.key_width);
-    auto take = [at = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64](int64_t words) mutable {
-      const uintptr_t begin = at;
-      at += (words + kVector - 1) / kVector * kVector * sizeof(float);
-      return begin;
-    };
-    queries = reinterpret_cast<uint32_t*>(take(num_queries * words));
-    keys = reinterpret_cast<uint32_t*>(take(words * kBlock));
-    logits = reinterpret_cast<float*>(take(num_queries * kBlock));
-    weights = reinterpret_cast<uint32_t*>(take(num_queries * kBlock / As::kKeys));
-    sums = reinterpret_cast<float*>(take(num_queries * shape.value_width));
-    peak = reinterpret_cast<float*>(take(num_queries));
-    mass = reinterpret_cast<float*>(take(num_queries * kVector));
-    std::fill(sums, sums + num_queries * shape.value_width, 0.0f);
-    std::fill(peak, peak + num_queries, -INFINITY);
-    std::fill(mass, mass + num_queries * kVector, 0.0f);
-  }
-  uint32_t* queries;  // [queries, words]
-  uint32_t* keys;     // [words, kBlock]
-  float* logits;      // [queries, kBlock]
-  uint32_t* weights;  // [queries, kBlock] probabilities before they are divided by their mass
-  float* sums;        // [queries, value_width] of weighted values
-  float* peak;        // [queries] running maximum
-  float* mass;        // [queries, kVector] running sums, of every 16th key
-
-  float Mass(int64_t g) const { return _mm512_reduce_add_ps(_mm512_load_ps(mass + g * kVector)); }
-};
-
-// Turns a query's logits of a block into weights. scales: of the block's values.
 template <class As>
 EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width,
                         const Scales& scales) {
@@ -472,103 +417,6 @@ EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width,
     for (int i = 0; i < 2; ++i) x[i] = _mm512_mul_ps(x[i], _mm512_load_ps(scales.of + kVector * i));
   }
   As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
-}
-
-// Calls run(queries from, how many as a constant) for tiles of all queries.
-template <int kQueries = kTile, class Run>
-EPIKV_INLINE void ForTiles(int64_t queries, const Run& run) {
-  int64_t g = 0;
-  for (; g + kQueries <= queries; g += kQueries) run(g, std::integral_constant<int, kQueries>());
-  if constexpr (kQueries > 1) {
-    if (g < queries) {
-      ForTiles<kQueries - 1>(
-          queries - g, [&](int64_t from, auto count)
-                           __attribute__((always_inline)) { run(g + from, count); });
-    }
-  }
-}
-
-// left: if not null, where DecodeLane::logits says; of one row.
-template <class As>
-EPIKV_INLINE void Attend(const PrefillLane& lane, const LaneShape& shape, float* left,
-                         float* memory) {
-  using Element = typename As::Element;
-  const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
-  const int64_t words = As::Words(dk);
-  const KvFormat format = {shape.dtype, shape.stored};
-  const int64_t key_bytes = format.RowBytes(dk), value_bytes = format.RowBytes(dv);
-  const int64_t queries = lane.rows * group, used = lane.seen + lane.rows - 1;
-  const Scratch<As> s(shape, queries, memory);
-  for (int64_t r = 0; r < lane.rows; ++r) {
-    As::PackQueries(static_cast<const Element*>(lane.q) + r * lane.q_stride, group * dk,
-                    s.queries + r * group * words);
-  }
-  Scales key_scales, value_scales;
-
-  // next: the slots that are read behind these.
-  const auto attend = [&](int64_t begin, int64_t count, int64_t next)
-      __attribute__((always_inline)) {
-    if (!Window{lane.positions, lane.first_seen}.SeesAny(begin, count)) {
-      return LeaveUnseen(left, group, used, begin, count);
-    }
-    const char* const keys = static_cast<const char*>(lane.keys) + begin * key_bytes;
-    const char* const values = static_cast<const char*>(lane.values) + begin * value_bytes;
-    const Ahead of_values = {values, value_bytes};
-    Ahead of_keys = {static_cast<const char*>(lane.keys) + next * key_bytes, key_bytes};
-    for (int64_t j = 0; j < kBlock; j += kVector) {
-      for (int64_t t = j; t < std::min(count, j + kVector); ++t) of_values.Fetch(t);
-      As::PackKeys(keys + j * key_bytes, key_bytes, count - j, dk, s.keys + j);
-    }
-    if constexpr (As::kScaled) {
-      key_scales.Read(keys, key_bytes, count, dk);
-      value_scales.Read(values, value_bytes, count, dv);
-    }
-    // Queries of the rows before do not see this block.
-    const int64_t first = std::max<int64_t>(0, begin - lane.seen + 1) * group;
-    ForTiles(
-        queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
-          Logits<As, decltype(tile)::value>(s.queries + (first + g) * words, s.keys, words,
-                                            shape.scale, key_scales,
-                                            s.logits + (first + g) * kBlock);
-        });
-    for (int64_t g = first; g < queries; ++g) {
-      const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
-      float* const logit = s.logits + g * kBlock;
-      Bend({lane.positions, lane.first_seen + row}, shape.soft_cap, begin, seen, logit);
-      if (left != nullptr) std::memcpy(left + g * used + begin, logit, seen * sizeof(float));
-      std::fill(logit + seen, logit + kBlock, -INFINITY);
-      Weigh(s, g, dv, value_scales);
-    }
-    ForTiles(
-        queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
-          AddValues<As, decltype(tile)::value>(s.weights + (first + g) * kBlock / As::kKeys, values,
-                                               value_bytes, of_keys, count, dv,
-                                               s.sums + (first + g) * dv);
-          of_keys.row_bytes = 0;
-        });
-  };
-  LeaveUnread(left, lane.reads, group, used);
-  const ReadsOf ranges(lane.reads, used);
-  for (size_t r = 0; r < ranges.reads.size(); ++r) {
-    const SlotRange& range = ranges.reads[r];
-    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
-      const bool last = begin + kBlock >= range.end && r + 1 < ranges.reads.size();
-      attend(begin, std::min(kBlock, range.end - begin),
-             last ? ranges.reads[r + 1].begin : begin + kBlock);
-    }
-  }
-  if (left != nullptr) {
-    std::memcpy(left + group * used, s.peak, group * sizeof(float));
-    for (int64_t g = 0; g < group; ++g) left[group * (used + 1) + g] = s.Mass(g);
-  }
-  for (int64_t g = 0; g < queries; ++g) {
-    const int64_t row = g / group, of_group = g % group;
-    const float mass = s.Mass(g);
-    As::Finish(s.sums + g * dv, mass, dv,
-               static_cast<Element*>(lane.out) + row * lane.out_stride + of_group * dv);
-    if (lane.log_sum_exp == nullptr) continue;
-    lane.log_sum_exp[of_group * lane.log_sum_exp_stride + row] = s.peak[g] + std::log(mass);
-  }
 }
 
 template <template <class> class As>
@@ -618,20 +466,12 @@ void PrefillAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, floa
 namespace epikv {
 
 bool CanAttendAvx512(const LaneShape& shape) {
-  static const bool has = __builtin_cpu_supports("x86-64-v4");
-  return has && shape.key_width % kVector == 0 && shape.value_width % kVector == 0;
+  return ThisProcessor().avx512 && CanAttendBlocks(shape);
 }
 
 bool CanAttendAvx512BFloat16(const LaneShape& shape) {
-  static const bool has = __builtin_cpu_supports("avx512bf16");
-  return has && CanAttendAvx512(shape) && shape.dtype == DType::kBFloat16 &&
-         shape.value_width % (2 * kVector) == 0;
-}
-
-int64_t AttendAvx512ScratchFloats(const LaneShape& shape, int64_t rows) {
-  const int64_t aligned = 8 * kVector, queries = rows * shape.group;
-  return aligned + (kBlock + queries) * shape.key_width +
-         queries * (2 * kBlock + shape.value_width + kVector + 1);
+  return ThisProcessor().avx512_bf16 && CanAttendBlocks(shape) && shape.dtype == DType::kBFloat16 &&
+         shape.value_width % (2 * kKeysOfVector) == 0;
 }
 
 }  // namespace epikv
@@ -642,7 +482,6 @@ namespace epikv {
 
 bool CanAttendAvx512(const LaneShape&) { return false; }
 bool CanAttendAvx512BFloat16(const LaneShape&) { return false; }
-int64_t AttendAvx512ScratchFloats(const LaneShape&, int64_t) { return 0; }
 void DecodeAvx512(const DecodeLane&, const LaneShape&, float*) {}
 void DecodeAvx512BFloat16(const DecodeLane&, const LaneShape&, float*) {}
 void PrefillAvx512(const PrefillLane&, const LaneShape&, float*) {}

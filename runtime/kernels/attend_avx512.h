@@ -4,8 +4,7 @@
 
 #include "runtime/kernels/kernels.h"
 
-// Attention where the processor has AVX-512: blocks of 32 keys, transposed once for all queries, so
-// that a vector's elements are keys and no sum runs across one.
+// Attention by blocks (attend_blocks.inc) where the processor has AVX-512.
 
 namespace epikv {
 
@@ -14,9 +13,6 @@ bool CanAttendAvx512(const LaneShape& shape);
 // The same by products of bfloat16 pairs, which AVX512_BF16 sums in fp32; probabilities are rounded
 // to bfloat16 before they meet V. Of bfloat16 models, V's width a multiple of 32.
 bool CanAttendAvx512BFloat16(const LaneShape& shape);
-
-// Floats of scratch for so many rows, of either.
-int64_t AttendAvx512ScratchFloats(const LaneShape& shape, int64_t rows);
 
 // What DecodeAttention and PrefillAttention promise. Precondition: CanAttendAvx512,
 // CanAttendAvx512BFloat16.

@@ -12,7 +12,8 @@
 
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
-#include "runtime/kernels/dense_avx2.h"
+#include "runtime/kernels/dense_simd.h"
+#include "runtime/kernels/simd.h"
 
 namespace epikv {
 namespace {
@@ -47,12 +48,10 @@ void AsBits(const DenseShape& shape, const Run& run) {
 }
 
 bool Widens(DensePath path) {
-  return path == DensePath::kWidened || path == DensePath::kWidenedAvx2;
+  return path == DensePath::kWidened || path == DensePath::kWidenedSimd;
 }
 
-#ifdef EPIKV_AVX512
 EPIKV_CLONES void WidenRow(const BFloat16* x, float* row, int64_t count) { Widen(x, row, count); }
-#endif
 
 }  // namespace
 
@@ -60,13 +59,35 @@ int64_t PackedDenseBytes(const DenseShape& shape) {
   return DenseBlocks(shape) * WordsOf(shape) * kBlock * static_cast<int64_t>(sizeof(uint32_t));
 }
 
+void PackDenseBlock(const void* weight, const DenseShape& shape, int64_t block, void* packed) {
+  constexpr int64_t kAtOnce = 16;  // words: a cache line of each output
+  constexpr int64_t kWordBytes = sizeof(uint32_t);
+  const int64_t words = WordsOf(shape), row_bytes = shape.inputs * ElementBytes(shape.dtype);
+  const int64_t whole = row_bytes / kWordBytes;  // words
+  const int64_t first = block * kBlock, outputs = std::min(kBlock, shape.outputs - first);
+  const char* const from = static_cast<const char*>(weight) + first * row_bytes;
+  uint32_t* const to = static_cast<uint32_t*>(packed) + first * words;
+  if (outputs < kBlock || whole < words) std::memset(to, 0, words * kBlock * kWordBytes);
+  for (int64_t begin = 0; begin < whole; begin += kAtOnce) {
+    const int64_t end = std::min(whole, begin + kAtOnce);
+    for (int64_t o = 0; o < outputs; ++o) {
+      const char* const row = from + o * row_bytes;
+      for (int64_t w = begin; w < end; ++w) {
+        std::memcpy(to + w * kBlock + o, row + w * kWordBytes, kWordBytes);
+      }
+    }
+  }
+  if (whole == words) return;
+  for (int64_t o = 0; o < outputs; ++o) {
+    std::memcpy(to + whole * kBlock + o, from + o * row_bytes + whole * kWordBytes,
+                row_bytes - whole * kWordBytes);
+  }
+}
+
 void PackDense(const void* weight, const DenseShape& shape, void* packed) {
-  std::memset(packed, 0, PackedDenseBytes(shape));
-  AsBits(shape, [&]<class T, int64_t kOfWord>() {
-    const auto* const from = static_cast<const T*>(weight);
-    auto* const to = static_cast<T*>(packed);
-    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[place] = from[dense]; });
-  });
+  for (int64_t block = 0; block < DenseBlocks(shape); ++block) {
+    PackDenseBlock(weight, shape, block, packed);
+  }
 }
 
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
@@ -79,9 +100,9 @@ void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
 
 absl::string_view DensePathName(DensePath path) {
   switch (path) {
-    case DensePath::kFloat32Avx2:
-    case DensePath::kWidenedAvx2:
-      return "AVX2";
+    case DensePath::kFloat32Simd:
+    case DensePath::kWidenedSimd:
+      return SimdName();
     case DensePath::kPaired:
       return "AVX-512 BF16";
     case DensePath::kFloat32:
@@ -97,28 +118,28 @@ int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
   return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
 }
 
-#ifdef EPIKV_AVX512
-
 std::vector<DensePath> DensePaths(DType dtype) {
   std::vector<DensePath> paths;
   if (dtype == DType::kFloat16) return paths;
   const bool wide = dtype == DType::kFloat32;
-  if (HasAvx2Products()) paths = {wide ? DensePath::kFloat32Avx2 : DensePath::kWidenedAvx2};
-  if (!__builtin_cpu_supports("x86-64-v4")) return paths;
+  if (HasSimd()) paths = {wide ? DensePath::kFloat32Simd : DensePath::kWidenedSimd};
+  if (!ThisProcessor().avx512) return paths;
   paths.push_back(wide ? DensePath::kFloat32 : DensePath::kWidened);
-  if (!wide && __builtin_cpu_supports("avx512bf16")) {
-    paths.insert(HasFastBFloat16Pairs() ? paths.end() : paths.end() - 1, DensePath::kPaired);
+  if (!wide && ThisProcessor().avx512_bf16) {
+    paths.insert(ThisProcessor().fast_bf16_pairs ? paths.end() : paths.end() - 1,
+                 DensePath::kPaired);
   }
   return paths;
 }
 
 std::optional<DensePath> FastestDensePath(DType dtype) {
   const std::vector<DensePath> paths = DensePaths(dtype);
-  const bool has_unit = dtype == DType::kBFloat16 && __builtin_cpu_supports("amx-bf16");
+  const bool has_unit = dtype == DType::kBFloat16 && ThisProcessor().amx_bf16;
   if (paths.empty() || has_unit) return std::nullopt;
   return paths.back();
 }
 
+#ifdef EPIKV_AVX512
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512bf16")
 
@@ -337,6 +358,7 @@ void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int
 }  // namespace
 
 #pragma GCC pop_options
+#endif
 
 void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* row) {
   const int64_t inputs = shape.inputs;
@@ -356,29 +378,24 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
   const int64_t num_words = WordsOf(shape);
   const uint32_t* const words = static_cast<const uint32_t*>(packed) + block * num_words * kBlock;
   switch (path) {
+    case DensePath::kFloat32Simd:
+      return MultiplyFloat32Simd(static_cast<const float*>(rows), num_rows, words, num_words,
+                                 stride, out);
+    case DensePath::kWidenedSimd:
+      return MultiplyWidenedSimd(static_cast<const float*>(rows), num_rows, words, num_words,
+                                 stride, out);
+#ifdef EPIKV_AVX512
     case DensePath::kFloat32:
       return MultiplyFloat32(rows, num_rows, words, num_words, stride, out);
     case DensePath::kWidened:
       return MultiplyWide(rows, num_rows, words, num_words, stride, out);
     case DensePath::kPaired:
       return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
-    case DensePath::kFloat32Avx2:
-      return MultiplyFloat32Avx2(static_cast<const float*>(rows), num_rows, words, num_words,
-                                 stride, out);
-    case DensePath::kWidenedAvx2:
-      return MultiplyWidenedAvx2(static_cast<const float*>(rows), num_rows, words, num_words,
-                                 stride, out);
+#else
+    default:
+      return;  // of no processor that this is compiled for
+#endif
   }
 }
-
-#else
-
-std::vector<DensePath> DensePaths(DType) { return {}; }
-std::optional<DensePath> FastestDensePath(DType) { return std::nullopt; }
-void PrepareDense(DensePath, const void*, const DenseShape&, void*) {}
-void MultiplyDense(DensePath, const void*, int64_t, const void*, const DenseShape&, int64_t,
-                   float*) {}
-
-#endif
 
 }  // namespace epikv

@@ -7,8 +7,8 @@
 #include "absl/strings/string_view.h"
 #include "runtime/base/dtype.h"
 
-// Products with weights of float32 and bfloat16, without torch, for processors with AVX-512 or
-// AVX2. Others' are bound by what few rows leave idle and, of bfloat16 where there is no matrix
+// Products with weights of float32 and bfloat16, without torch, for processors with AVX-512, AVX2
+// or NEON. Others' are bound by what few rows leave idle and, of bfloat16 where there is no matrix
 // unit, by the dot instruction, which Intel's processors run at half the speed of fp32, or by
 // having none. Sums are fp32, in the order of the inputs: a row's result does not depend on the
 // rows beside it, and in fp32 not on the width of a vector.
@@ -28,16 +28,17 @@ inline int64_t DenseBlocks(const DenseShape& shape) {
 
 int64_t PackedDenseBytes(const DenseShape& shape);
 
-// weight [outputs, inputs]. packed: aligned to 64.
+// weight [outputs, inputs]. packed: aligned to 64. Or one block of it: threads may divide them.
 void PackDense(const void* weight, const DenseShape& shape, void* packed);
+void PackDenseBlock(const void* weight, const DenseShape& shape, int64_t block, void* packed);
 // Bit for bit.
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight);
 
 // What the products are written for: float32; and of bfloat16 fp32 as well, to which both sides are
-// widened, or the processor's product of pairs. With AVX-512, or with AVX2 and FMA.
-enum class DensePath { kFloat32, kWidened, kPaired, kFloat32Avx2, kWidenedAvx2 };
+// widened, or the processor's product of pairs. With AVX-512; or, "Simd", with AVX2 or NEON.
+enum class DensePath { kFloat32, kWidened, kPaired, kFloat32Simd, kWidenedSimd };
 absl::string_view DensePathName(DensePath path);
-// Those of a dtype that this processor has, the fastest last; none without AVX2.
+// Those of a dtype that this processor has, the fastest last; none without AVX2 or NEON.
 std::vector<DensePath> DensePaths(DType dtype);
 // nullopt: oneDNN is faster, as with a matrix unit of the dtype.
 std::optional<DensePath> FastestDensePath(DType dtype);

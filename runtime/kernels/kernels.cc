@@ -7,7 +7,10 @@
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
 #include "runtime/kernels/attend_avx512.h"
+#include "runtime/kernels/attend_blocks.h"
+#include "runtime/kernels/attend_simd.h"
 #include "runtime/kernels/bent_logits.h"
+#include "runtime/kernels/simd.h"
 
 namespace epikv {
 namespace {
@@ -174,6 +177,11 @@ void AttendAnywhere(const PrefillLane& lane, const LaneShape& shape, float* left
 int64_t AnywhereScratchFloats(const LaneShape& shape, int64_t rows) {
   return (rows * shape.group + kBlock) * (shape.key_width + shape.value_width) +
          2 * rows * shape.group;
+}
+
+// Whichever the path.
+int64_t ScratchFloats(const LaneShape& shape, int64_t rows) {
+  return std::max(AnywhereScratchFloats(shape, rows), AttendBlocksScratchFloats(shape, rows));
 }
 
 // peak, mass: of each query.
@@ -396,25 +404,29 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 
 std::vector<AttentionPath> AttentionPaths(const LaneShape& shape) {
   std::vector<AttentionPath> paths = {AttentionPath::kAnywhere};
+  if (CanAttendSimd(shape)) paths.push_back(AttentionPath::kSimd);
   if (CanAttendAvx512(shape)) paths.push_back(AttentionPath::kAvx512);
   if (CanAttendAvx512BFloat16(shape)) {
-    paths.insert(HasFastBFloat16Pairs() ? paths.end() : paths.end() - 1,
+    paths.insert(ThisProcessor().fast_bf16_pairs ? paths.end() : paths.end() - 1,
                  AttentionPath::kAvx512BFloat16);
   }
   return paths;
 }
 
 AttentionPath FastestAttentionPath(const LaneShape& shape) {
-  if (HasFastBFloat16Pairs() && CanAttendAvx512BFloat16(shape)) {
+  if (ThisProcessor().fast_bf16_pairs && CanAttendAvx512BFloat16(shape)) {
     return AttentionPath::kAvx512BFloat16;
   }
-  return CanAttendAvx512(shape) ? AttentionPath::kAvx512 : AttentionPath::kAnywhere;
+  if (CanAttendAvx512(shape)) return AttentionPath::kAvx512;
+  return CanAttendSimd(shape) ? AttentionPath::kSimd : AttentionPath::kAnywhere;
 }
 
 absl::string_view AttentionPathName(AttentionPath path) {
   switch (path) {
     case AttentionPath::kAnywhere:
       return "any processor";
+    case AttentionPath::kSimd:
+      return SimdName();
     case AttentionPath::kAvx512:
       return "AVX-512";
     case AttentionPath::kAvx512BFloat16:
@@ -423,10 +435,7 @@ absl::string_view AttentionPathName(AttentionPath path) {
   return "";
 }
 
-int64_t DecodeScratchFloats(const LaneShape& shape) {
-  return std::max(AnywhereScratchFloats(shape, /*rows=*/1),
-                  AttendAvx512ScratchFloats(shape, /*rows=*/1));
-}
+int64_t DecodeScratchFloats(const LaneShape& shape) { return ScratchFloats(shape, /*rows=*/1); }
 
 int64_t LogitFloats(const LaneShape& shape, int64_t used) { return shape.group * (used + 2); }
 
@@ -443,18 +452,19 @@ void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape
                      float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
   if (path == AttentionPath::kAvx512) return DecodeAvx512(lane, shape, scratch);
+  if (path == AttentionPath::kSimd) return DecodeSimd(lane, shape, scratch);
   AttendAnywhere(OneRow(lane), shape, lane.logits, scratch);
 }
 
 int64_t PrefillScratchFloats(const LaneShape& shape) {
-  const int64_t rows = PrefillRows(shape);
-  return std::max(AnywhereScratchFloats(shape, rows), AttendAvx512ScratchFloats(shape, rows));
+  return ScratchFloats(shape, PrefillRows(shape));
 }
 
 void PrefillAttention(AttentionPath path, const PrefillLane& lane, const LaneShape& shape,
                       float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
   if (path == AttentionPath::kAvx512) return PrefillAvx512(lane, shape, scratch);
+  if (path == AttentionPath::kSimd) return PrefillSimd(lane, shape, scratch);
   AttendAnywhere(lane, shape, nullptr, scratch);
 }
 

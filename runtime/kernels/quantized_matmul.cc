@@ -11,7 +11,9 @@
 #endif
 
 #include "runtime/base/elements.h"
-#include "runtime/kernels/quantized_avx2.h"
+#include "runtime/base/processor.h"
+#include "runtime/kernels/quantized_simd.h"
+#include "runtime/kernels/simd.h"
 
 namespace epikv {
 namespace {
@@ -230,7 +232,7 @@ EPIKV_INLINE void QuantizeGroup(const float* x, int64_t group, int8_t* values, f
   }
   const auto largest = std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_zextsi256_si512(most)));
   *scale = largest / 127;
-  const __m256 by = _mm256_set1_ps(largest > 0 ? 127 / largest : 0);
+  const __m256 by = _mm256_set1_ps(largest > kLeastRounded ? 127 / largest : 0);
   const __m256i least = _mm256_set1_epi32(-128);
   __m256i sums = _mm256_setzero_si256();
   for (int64_t i = 0; i < group; i += 8) {
@@ -262,7 +264,7 @@ void QuantizeRowAnywhere(const float* x, const QuantizedShape& shape, int8_t* va
     }
     const auto largest = std::bit_cast<float>(most);
     scales[g] = largest / 127;
-    const float by = largest > 0 ? 127 / largest : 0;
+    const float by = largest > kLeastRounded ? 127 / largest : 0;
     sums[g] = 0;
     for (int64_t i = 0; i < shape.group; ++i) {
       const auto rounded = std::clamp<int64_t>(std::lrint(from[i] * by), -128, 127);
@@ -278,33 +280,58 @@ int64_t PackedWeightBytes(const QuantizedShape& shape) {
   return QuantizedBlocks(shape) * shape.groups() * GroupBytes(shape);
 }
 
-void PackWeight(const void* weights, const uint16_t* scales, const QuantizedShape& shape,
-                void* packed) {
-  const auto* const bytes = static_cast<const uint8_t*>(weights);
-  const int32_t zero = ZeroOf(shape);
-  auto integer = [&](int64_t output, int64_t input) -> int32_t {
-    if (output >= shape.outputs) return zero;
-    const int64_t i = output * shape.inputs + input;
-    if (shape.bits == 8) return static_cast<int8_t>(bytes[i]) + zero;
-    return bytes[i / 2] >> (i % 2 * 4) & 0xf;
-  };
-  for (int64_t block = 0; block < QuantizedBlocks(shape); ++block) {
-    for (int64_t g = 0; g < shape.groups(); ++g) {
-      auto* const group = const_cast<uint8_t*>(GroupAt(packed, shape, block, g));
-      std::memset(group, 0, GroupBytes(shape));
-      for (int64_t o = 0; o < kBlock; ++o) {
-        const int64_t output = block * kBlock + o;
-        const uint16_t scale =
-            output < shape.outputs ? scales[output * shape.groups() + g] : uint16_t{0};
-        std::memcpy(group + o * static_cast<int64_t>(sizeof(scale)), &scale, sizeof(scale));
-        uint8_t* const integers = group + kBlock * sizeof(uint16_t);
-        for (int64_t i = 0; i < shape.group; ++i) {
-          const Place place = PlaceOf(shape, o, i);
-          integers[place.byte] |=
-              static_cast<uint8_t>(integer(output, g * shape.group + i) << place.shift);
-        }
+namespace {
+
+// Two quads of an output, of 8 bits as signed integers or of 4 as they are packed in pairs, into
+// where the first lies.
+void PackQuads(const uint8_t* from, int64_t bits, uint8_t* to) {
+  if (bits == 8) {
+    for (int64_t i = 0; i < kQuad; ++i) {
+      to[i] = from[i] ^ 0x80;
+      to[kBlock * kQuad + i] = from[kQuad + i] ^ 0x80;
+    }
+    return;
+  }
+  for (int64_t i = 0; i < kQuad; ++i) {
+    const int shift = i % 2 * 4;
+    const int low = from[i / 2] >> shift & 0xf, high = from[2 + i / 2] >> shift & 0xf;
+    to[i] = static_cast<uint8_t>(low | high << 4);
+  }
+}
+
+}  // namespace
+
+void PackWeightBlock(const void* weights, const uint16_t* scales, const QuantizedShape& shape,
+                     int64_t block, void* packed) {
+  constexpr int64_t kPair = 2 * kQuad;  // inputs
+  const int64_t row_bytes = shape.inputs * shape.bits / 8;
+  const int64_t first = block * kBlock, outputs = std::min(kBlock, shape.outputs - first);
+  const auto* const rows = static_cast<const uint8_t*>(weights) + first * row_bytes;
+  for (int64_t g = 0; g < shape.groups(); ++g) {
+    auto* const group = const_cast<uint8_t*>(GroupAt(packed, shape, block, g));
+    if (outputs < kBlock) {  // the others are zeros
+      std::memset(group, shape.bits == 8 ? 0x80 : 0x88, GroupBytes(shape));
+      std::memset(group, 0, kBlock * sizeof(uint16_t));
+    }
+    for (int64_t o = 0; o < outputs; ++o) {
+      std::memcpy(group + o * static_cast<int64_t>(sizeof(uint16_t)),
+                  scales + (first + o) * shape.groups() + g, sizeof(uint16_t));
+    }
+    uint8_t* const integers = group + kBlock * sizeof(uint16_t);
+    for (int64_t i = 0; i < shape.group; i += kPair) {
+      const int64_t from = (g * shape.group + i) * shape.bits / 8;
+      uint8_t* const to = integers + PlaceOf(shape, /*output=*/0, i).byte;
+      for (int64_t o = 0; o < outputs; ++o) {
+        PackQuads(rows + o * row_bytes + from, shape.bits, to + o * kQuad);
       }
     }
+  }
+}
+
+void PackWeight(const void* weights, const uint16_t* scales, const QuantizedShape& shape,
+                void* packed) {
+  for (int64_t block = 0; block < QuantizedBlocks(shape); ++block) {
+    PackWeightBlock(weights, scales, shape, block, packed);
   }
 }
 
@@ -325,8 +352,10 @@ absl::string_view QuantizedPathName(QuantizedPath path) {
   switch (path) {
     case QuantizedPath::kAvx512Vnni:
       return "AVX-512 VNNI";
-    case QuantizedPath::kAvx2:
-      return "AVX2";
+    case QuantizedPath::kSimd:
+      return SimdName();
+    case QuantizedPath::kNeonDot:
+      return "NEON dot";
     case QuantizedPath::kAnywhere:
       break;
   }
@@ -335,12 +364,9 @@ absl::string_view QuantizedPathName(QuantizedPath path) {
 
 std::vector<QuantizedPath> QuantizedPaths() {
   std::vector<QuantizedPath> paths = {QuantizedPath::kAnywhere};
-  if (HasAvx2QuantizedProducts()) paths.push_back(QuantizedPath::kAvx2);
-#ifdef EPIKV_VNNI
-  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) {
-    paths.push_back(QuantizedPath::kAvx512Vnni);
-  }
-#endif
+  if (HasSimd()) paths.push_back(QuantizedPath::kSimd);
+  if (ThisProcessor().neon_dot) paths.push_back(QuantizedPath::kNeonDot);
+  if (ThisProcessor().avx512_vnni) paths.push_back(QuantizedPath::kAvx512Vnni);
   return paths;
 }
 
@@ -357,7 +383,7 @@ void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape
 #ifdef EPIKV_VNNI
   if (path == QuantizedPath::kAvx512Vnni) return QuantizeRowVnni(x, shape, values, scales, sums);
 #endif
-  if (path == QuantizedPath::kAvx2) return QuantizeRowAvx2(x, shape, values, scales, sums);
+  if (path != QuantizedPath::kAnywhere) return QuantizeRowSimd(x, shape, values, scales, sums);
   QuantizeRowAnywhere(x, shape, values, scales, sums);
 }
 
@@ -369,9 +395,9 @@ void MultiplyBlock(QuantizedPath path, const QuantizedRows& x, const void* packe
                            : MultiplyVnni<4>(x, packed, shape, block, out);
   }
 #endif
-  if (path == QuantizedPath::kAvx2) {
-    return MultiplyBlockAvx2(x, GroupAt(packed, shape, block, /*group=*/0), shape, out);
-  }
+  const uint8_t* const first = GroupAt(packed, shape, block, /*group=*/0);
+  if (path == QuantizedPath::kSimd) return MultiplyBlockSimd(x, first, shape, out);
+  if (path == QuantizedPath::kNeonDot) return MultiplyBlockNeonDot(x, first, shape, out);
   MultiplyAnywhere(x, packed, shape, block, out);
 }
 

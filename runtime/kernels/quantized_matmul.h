@@ -31,9 +31,15 @@ int64_t PackedWeightBytes(const QuantizedShape& shape);
 // in the lower half, 8 standing for 0. scales: bfloat16 [outputs, groups]. packed: aligned to 64.
 void PackWeight(const void* weights, const uint16_t* scales, const QuantizedShape& shape,
                 void* packed);
+// The same of one block: threads may divide them.
+void PackWeightBlock(const void* weights, const uint16_t* scales, const QuantizedShape& shape,
+                     int64_t block, void* packed);
 
 // The weight that a packed one stands for: out [outputs, inputs].
 void UnpackWeight(const void* packed, const QuantizedShape& shape, float* out);
+
+// Groups of x whose largest is no larger are zeros: 127 over it would be no number.
+inline constexpr float kLeastRounded = 1e-36f;
 
 // Rows that one call of MultiplyBlock multiplies well: their sums stay in the caches.
 inline constexpr int64_t kQuantizedRows = 96;
@@ -47,7 +53,8 @@ struct QuantizedRows {
 };
 
 // What the products are written for. All give the same bits.
-enum class QuantizedPath { kAnywhere, kAvx2, kAvx512Vnni };
+// With AVX2 or NEON: kSimd.
+enum class QuantizedPath { kAnywhere, kSimd, kNeonDot, kAvx512Vnni };
 absl::string_view QuantizedPathName(QuantizedPath path);
 // Those that this processor has, the fastest last.
 std::vector<QuantizedPath> QuantizedPaths();

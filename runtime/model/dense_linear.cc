@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/model/blocked_linear.h"
 
@@ -30,7 +31,13 @@ PackedDenseWeight::PackedDenseWeight(const at::Tensor& weight, WeightArena& aren
              .dtype = DTypeOf(weight.scalar_type())},
       path_(FastestDensePath(shape_.dtype).value()),
       packed_(arena.Allocate(PackedDenseBytes(shape_))) {
-  PackDense(weight.contiguous().const_data_ptr(), shape_, packed_.get());
+  const at::Tensor rows = weight.contiguous();
+  const void* const from = rows.const_data_ptr();
+  ParallelFor(DenseBlocks(shape_), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      PackDenseBlock(from, shape_, block, packed_.get());
+    }
+  });
 }
 
 at::Tensor PackedDenseWeight::Apply(const at::Tensor& x,

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/kernels/kernels.h"
 #include "runtime/model/blocked_linear.h"
@@ -68,9 +69,13 @@ PackedQuantizedWeight::PackedQuantizedWeight(const at::Tensor& weight, const at:
                                              WeightArena& arena)
     : shape_(ShapeOf(weight, scale)), packed_(arena.Allocate(PackedWeightBytes(shape_))) {
   const at::Tensor integers = weight.contiguous(), scales = scale.contiguous();
-  PackWeight(integers.const_data_ptr(),
-             reinterpret_cast<const uint16_t*>(scales.const_data_ptr<at::BFloat16>()), shape_,
-             packed_.get());
+  const void* const from = integers.const_data_ptr();
+  const auto* const of = reinterpret_cast<const uint16_t*>(scales.const_data_ptr<at::BFloat16>());
+  ParallelFor(QuantizedBlocks(shape_), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      PackWeightBlock(from, of, shape_, block, packed_.get());
+    }
+  });
 }
 
 at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,

@@ -61,6 +61,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
       .model_files = {.root = c.model_root(), .digests = SplitDigests(c.model_digests())},
+      .processor = ProcessorLimitOf(c.cpu()).value_or(ProcessorLimit::kNone),
       .runtime = {.device = c.device(),
                   .threads = c.threads(),
                   .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),

@@ -6,6 +6,7 @@
 
 #include "absl/time/time.h"
 #include "epikv/v1/config.pb.h"
+#include "runtime/base/processor.h"
 #include "runtime/runtime.h"
 #include "server/base/log.h"
 #include "server/experiments/options.h"
@@ -31,6 +32,7 @@ struct Config {
   LogLevel log_level = LogLevel::kInfo;
   std::vector<ModelSource> models;  // at least one
   ModelFileRules model_files;
+  ProcessorLimit processor = ProcessorLimit::kNone;
   RuntimeOptions runtime;  // but for what a ModelSource says
   ServingOptions serving;
   OutboxLimits outbox;

@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/base/processor.h"
 #include "runtime/step/deterministic.h"
 #include "runtime/text/utf8.h"
 #include "server/daemon/config.h"
@@ -195,6 +196,7 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "be off with --device=cuda: there a result depends on what else is in the batch");
   check.Require(c.kv_dtype() == "model" || c.device() != "cuda", "kv_dtype",
                 "be model with --device=cuda: int8 works on the CPU only");
+  check.Require(ProcessorLimitOf(c.cpu()).has_value(), "cpu", "be auto, avx512, avx2 or plain");
   constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
   check.Require(
       std::find(std::begin(kKernels), std::end(kKernels), c.decode_kernel()) != std::end(kKernels),

@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
 #include "runtime/base/machine.h"
+#include "runtime/base/processor.h"
 #include "runtime/base/steady_time.h"
 #include "runtime/engine/core_budget.h"
 #include "runtime/runtime.h"
@@ -231,6 +232,10 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   const Config config = ConfigOf(settled);
   static Log& log = *new Log(config.log_level);  // gRPC's threads use it to the end
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
+  if (absl::Status status = LimitProcessor(config.processor); !status.ok()) {
+    return absl::Status(status.code(),
+                        absl::StrCat("--cpu=", settled.cpu(), ": ", status.message()));
+  }
   WarnOfPlainText("--listen", config.listen, config.tls, log);
   WarnOfPlainText("--admin_listen", config.admin_listen, config.tls, log);
   if (!config.metrics_listen.empty() && !IsLoopback(config.metrics_listen)) {

@@ -116,7 +116,7 @@ class OfPath : public testing::TestWithParam<std::tuple<DensePath, DenseShape>> 
  protected:
   DensePath path() const { return std::get<0>(GetParam()); }
   DType dtype() const {
-    const bool wide = path() == DensePath::kFloat32 || path() == DensePath::kFloat32Avx2;
+    const bool wide = path() == DensePath::kFloat32 || path() == DensePath::kFloat32Simd;
     return wide ? DType::kFloat32 : DType::kBFloat16;
   }
   DenseShape shape() const {
@@ -231,7 +231,7 @@ TEST_P(OfPath, Float32SumsAreTheSameOnEveryProcessor) {
 
 std::string NameOf(const testing::TestParamInfo<OfPath::ParamType>& info) {
   const auto& [path, shape] = info.param;
-  const char* const names[] = {"Float32", "Widened", "Paired", "Float32Avx2", "WidenedAvx2"};
+  const char* const names[] = {"Float32", "Widened", "Paired", "Float32Simd", "WidenedSimd"};
   return absl::StrCat(names[static_cast<int>(path)], "_", shape.outputs, "x", shape.inputs);
 }
 

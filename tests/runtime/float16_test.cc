@@ -12,12 +12,18 @@
 namespace epikv {
 namespace float16_test {
 
-#if !defined(__clang__) || __clang_major__ >= 15
+#if defined(__aarch64__)
+using Theirs = __fp16;
+#elif !defined(__clang__) || __clang_major__ >= 15
+using Theirs = _Float16;
+#endif
 
-uint16_t Bits(_Float16 x) { return std::bit_cast<uint16_t>(x); }
+#if defined(__aarch64__) || !defined(__clang__) || __clang_major__ >= 15
+
+uint16_t Bits(const Theirs& x) { return std::bit_cast<uint16_t>(x); }
 
 void ExpectNarrowed(float x) {
-  const uint16_t expected = Bits(static_cast<_Float16>(x)), got = NarrowFloat16(x);
+  const uint16_t expected = Bits(static_cast<Theirs>(x)), got = NarrowFloat16(x);
   if (std::isnan(x)) {
     EXPECT_TRUE(std::isnan(WidenFloat16(got)));
   } else {
@@ -27,7 +33,7 @@ void ExpectNarrowed(float x) {
 
 TEST(Float16, EveryOneIsWidened) {
   for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
-    const auto narrow = std::bit_cast<_Float16>(static_cast<uint16_t>(bits));
+    const auto narrow = std::bit_cast<Theirs>(static_cast<uint16_t>(bits));
     const float expected = static_cast<float>(narrow), got = WidenFloat16(bits);
     if (std::isnan(expected)) {
       EXPECT_TRUE(std::isnan(got)) << bits;

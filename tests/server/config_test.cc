@@ -195,7 +195,7 @@ TEST(ConfigTest, DevicesAreTheCpuAndCuda) {
 TEST(ConfigTest, NamesEverythingThatIsWrong) {
   const std::string errors =
       Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
-              "--kv_dtype=int4", "--max_step_tokens=0", "--decode_kernel=fast",
+              "--kv_dtype=int4", "--max_step_tokens=0", "--cpu=sse2", "--decode_kernel=fast",
               "--prefill_kernel=matmul", "--outbox_bytes=1", "--stream_stall_seconds=0",
               "--drain_seconds=-1", "--default_max_output_tokens=0",
               "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x",
@@ -203,7 +203,8 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
   for (const char* name :
        {"--listen must be host:port", "--metrics_listen must",
         "--kv_memory_share must be in (0, 1], is nan",
-        "--kv_dtype must be model or int8, is \"int4\"", "--max_step_tokens must", "is \"fast\"",
+        "--kv_dtype must be model or int8, is \"int4\"", "--max_step_tokens must",
+        "--cpu must be auto, avx512, avx2 or plain, is \"sse2\"", "is \"fast\"",
         "--prefill_kernel must be auto, flash or batch, is \"matmul\"", "--outbox_bytes must",
         "--default_max_output_tokens must be at least 1", "--stream_stall_seconds must",
         "--drain_seconds must", "--priority_ageing_seconds must be above 0, is inf",

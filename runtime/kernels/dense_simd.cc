@@ -1,4 +1,4 @@
-#include "runtime/kernels/dense_avx2.h"
+#include "runtime/kernels/dense_simd.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -7,61 +7,79 @@
 
 #include "policies/clones.h"
 #include "runtime/kernels/dense_matmul.h"
+#include "runtime/kernels/simd.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "runtime/kernels/dense_simd.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
 
+HWY_BEFORE_NAMESPACE();
 namespace epikv {
+namespace HWY_NAMESPACE {
 
-bool HasAvx2Products() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+// Highway wants its baseline compiled. It is not used.
+void MultiplyFloat32(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
+  std::abort();
+}
+void MultiplyWidened(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
+  std::abort();
+}
+
+#else
 
 namespace {
 
+namespace hn = hwy::HWY_NAMESPACE;
+
 constexpr int64_t kBlock = kDenseBlock;
-constexpr int kLanes = 8;
+using Floats = hn::CappedTag<float, 8>;
+using Words = hn::RebindToUnsigned<Floats>;
+using Vector = hn::Vec<Floats>;
+constexpr int kLanes = hn::MaxLanes(Floats());
 constexpr int kVectors = kBlock / kLanes;
 
 #include "runtime/kernels/dense_tiles.inc"
 
-// Sums of kRows rows, kBlock apart in memory, in registers, of which there are 16.
+// Sums of kRows rows, kBlock apart in memory, in registers.
 template <int kRows, int kWidth>
 struct Sums {
-  __m256 of[kRows][kWidth];
+  Vector of[kRows][kWidth];
 
   EPIKV_INLINE void Read(const float* from, bool first) {
-#pragma GCC unroll 6
+    HWY_UNROLL(6)
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+      HWY_UNROLL(16)
       for (int v = 0; v < kWidth; ++v) {
-        of[r][v] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(from + r * kBlock + v * kLanes);
+        of[r][v] = first ? hn::Zero(Floats()) : hn::LoadU(Floats(), from + r * kBlock + v * kLanes);
       }
     }
   }
   EPIKV_INLINE void Write(float* to) const {
-#pragma GCC unroll 6
+    HWY_UNROLL(6)
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kWidth; ++v) _mm256_storeu_ps(to + r * kBlock + v * kLanes, of[r][v]);
+      HWY_UNROLL(16)
+      for (int v = 0; v < kWidth; ++v) hn::StoreU(of[r][v], Floats(), to + r * kBlock + v * kLanes);
     }
   }
   // One input: x of each row, `stride` apart.
-  EPIKV_INLINE void Add(const __m256 (&weights)[kWidth], const float* x, int64_t stride) {
-#pragma GCC unroll 6
+  EPIKV_INLINE void Add(const Vector (&weights)[kWidth], const float* x, int64_t stride) {
+    HWY_UNROLL(6)
     for (int r = 0; r < kRows; ++r) {
-      const __m256 of_row = _mm256_broadcast_ss(x + r * stride);
-#pragma GCC unroll 8
-      for (int v = 0; v < kWidth; ++v) of[r][v] = _mm256_fmadd_ps(weights[v], of_row, of[r][v]);
+      const Vector of_row = hn::Set(Floats(), x[r * stride]);
+      HWY_UNROLL(16)
+      for (int v = 0; v < kWidth; ++v) of[r][v] = hn::MulAdd(weights[v], of_row, of[r][v]);
     }
   }
 };
 
-EPIKV_INLINE __m256 First(__m256i pair) { return _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)); }
-EPIKV_INLINE __m256 Second(__m256i pair) {
-  return _mm256_castsi256_ps(
-      _mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+EPIKV_INLINE Vector First(hn::Vec<Words> pair) {
+  return hn::BitCast(Floats(), hn::ShiftLeft<16>(pair));
+}
+EPIKV_INLINE Vector Second(hn::Vec<Words> pair) {
+  return hn::BitCast(Floats(), hn::And(pair, hn::Set(Words(), 0xffff0000u)));
 }
 
 // Some inputs' part of the sums of kWidth vectors of a block's outputs: weights in fp32, kOfWord of
@@ -73,11 +91,12 @@ EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* pan
   sums.Read(out, first);
   for (int64_t w = 0; w < words; ++w) {
     ahead.Fetch(w);
-#pragma GCC unroll 2
+    HWY_UNROLL(2)
     for (int64_t i = kOfWord * w; i < kOfWord * (w + 1); ++i) {
-      __m256 weights[kWidth];
-#pragma GCC unroll 8
-      for (int v = 0; v < kWidth; ++v) weights[v] = _mm256_load_ps(panel + i * kBlock + v * kLanes);
+      Vector weights[kWidth];
+      HWY_UNROLL(16)
+      for (int v = 0; v < kWidth; ++v)
+        weights[v] = hn::Load(Floats(), panel + i * kBlock + v * kLanes);
       sums.Add(weights, x + i, stride);
     }
   }
@@ -92,14 +111,14 @@ EPIKV_INLINE void MultiplyPairs(const float* x, int64_t stride, const uint32_t* 
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
     ahead.Fetch(p);
-    __m256 wide[kWidth];
+    Vector wide[kWidth];
     auto load = [&](int v) __attribute__((always_inline)) {
-      return _mm256_load_si256(reinterpret_cast<const __m256i*>(words + p * kBlock + v * kLanes));
+      return hn::Load(Words(), words + p * kBlock + v * kLanes);
     };
-#pragma GCC unroll 8
+    HWY_UNROLL(16)
     for (int v = 0; v < kWidth; ++v) wide[v] = First(load(v));
     sums.Add(wide, x + 2 * p, stride);
-#pragma GCC unroll 8
+    HWY_UNROLL(16)
     for (int v = 0; v < kWidth; ++v) wide[v] = Second(load(v));
     sums.Add(wide, x + 2 * p + 1, stride);
   }
@@ -156,25 +175,24 @@ void MultiplyPairsAs(const float* x, int64_t num_rows, const uint32_t* words, in
 
 void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
   for (int64_t p = 0; p < pairs; ++p, panel += 2 * kBlock) {
-#pragma GCC unroll 8
+    HWY_UNROLL(16)
     for (int v = 0; v < kVectors; ++v) {
-      const __m256i pair =
-          _mm256_load_si256(reinterpret_cast<const __m256i*>(words + p * kBlock + v * kLanes));
-      _mm256_store_ps(panel + v * kLanes, First(pair));
-      _mm256_store_ps(panel + kBlock + v * kLanes, Second(pair));
+      const auto pair = hn::Load(Words(), words + p * kBlock + v * kLanes);
+      hn::Store(First(pair), Floats(), panel + v * kLanes);
+      hn::Store(Second(pair), Floats(), panel + kBlock + v * kLanes);
     }
   }
 }
 
 // Tiles whose sums, weights and broadcast inputs fill the registers: of many rows, which read each
 // weight less often; and of few, which have nothing to do between two products.
-constexpr int kMany = 6, kManyWidth = 2;
-constexpr int kFew = 3, kFewWidth = 4;
+constexpr int kMany = 6, kManyWidth = 16 / kLanes;
+constexpr int kFew = 3, kFewWidth = 32 / kLanes;
 
 }  // namespace
 
-void MultiplyFloat32Avx2(const float* x, int64_t num_rows, const uint32_t* words, int64_t num_words,
-                         int64_t stride, float* out) {
+void MultiplyFloat32(const float* x, int64_t num_rows, const uint32_t* words, int64_t num_words,
+                     int64_t stride, float* out) {
   if (num_rows == 1) {
     return MultiplyFloat32As<1, kVectors>(x, num_rows, words, num_words, stride, out);
   }
@@ -184,8 +202,8 @@ void MultiplyFloat32Avx2(const float* x, int64_t num_rows, const uint32_t* words
   MultiplyFloat32As<kMany, kManyWidth>(x, num_rows, words, num_words, stride, out);
 }
 
-void MultiplyWidenedAvx2(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
-                         int64_t stride, float* out) {
+void MultiplyWidened(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                     int64_t stride, float* out) {
   // A panel costs as much as some tiles that widen weights as they go.
   constexpr int64_t kAsPairs = 2 * kMany;
   if (num_rows == 1) return MultiplyPairsAs<1, kVectors>(x, num_rows, words, pairs, stride, out);
@@ -211,20 +229,24 @@ void MultiplyWidenedAvx2(const float* x, int64_t num_rows, const uint32_t* words
       });
 }
 
-#pragma GCC pop_options
+#endif
 
+}  // namespace HWY_NAMESPACE
 }  // namespace epikv
+HWY_AFTER_NAMESPACE();
 
-#else
+#if HWY_ONCE
 
 namespace epikv {
 
-bool HasAvx2Products() { return false; }
-void MultiplyFloat32Avx2(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
-  std::abort();
+void MultiplyFloat32Simd(const float* x, int64_t num_rows, const uint32_t* words, int64_t num_words,
+                         int64_t stride, float* out) {
+  EPIKV_SIMD::MultiplyFloat32(x, num_rows, words, num_words, stride, out);
 }
-void MultiplyWidenedAvx2(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
-  std::abort();
+
+void MultiplyWidenedSimd(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                         int64_t stride, float* out) {
+  EPIKV_SIMD::MultiplyWidened(x, num_rows, words, pairs, stride, out);
 }
 
 }  // namespace epikv
