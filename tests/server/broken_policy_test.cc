@@ -162,13 +162,14 @@ RealServer* BrokenPolicyTest::server_ = nullptr;
 
 TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   const auto& [fault, sentence, kind] = GetParam();
-  StreamClient undisturbed(server_->stub(), Ask("sliding", 200));
+  constexpr uint32_t kLong = 1000;  // the neighbour is still there when the other has begun
+  StreamClient undisturbed(server_->stub(), Ask("sliding", kLong));
   ASSERT_TRUE(undisturbed.AwaitDone().ok());
   const double of_kind_before = server_->PolicyErrors(kind);
   std::vector<double> errors = server_->Errors();
 
   const double shared_before = server_->SharedSteps();
-  StreamClient neighbour(server_->stub(), Ask("sliding", 200));
+  StreamClient neighbour(server_->stub(), Ask("sliding", kLong));
   v1::GenerateRequest request = Ask("broken", 200);
   (*request.mutable_kv()->mutable_policy_params()->mutable_fields())["fault"].set_string_value(
       fault);
