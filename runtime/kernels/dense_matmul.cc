@@ -20,7 +20,8 @@ namespace {
 
 // A packed weight is blocks of outputs, each of which is read from its first byte to its last: the
 // first word of each output, then their second, ... A word has 32 bits: an input of float32, or a
-// pair of bfloat16's.
+// pair of bfloat16's. In place of pairs of float16 lie the first input of each output, then the
+// second: what the processor widens has to stand in a row.
 constexpr int64_t kBlock = kDenseBlock;
 
 int64_t InputsOfWord(const DenseShape& shape) { return shape.dtype == DType::kFloat32 ? 1 : 2; }
@@ -28,23 +29,12 @@ int64_t WordsOf(const DenseShape& shape) {
   return (shape.inputs + InputsOfWord(shape) - 1) / InputsOfWord(shape);
 }
 
-// Calls each(where it lies in a packed weight, where in one as it was), in elements.
-template <int64_t kOfWord, class Each>
-void ForElements(const DenseShape& shape, const Each& each) {
-  const int64_t words = WordsOf(shape);
-  for (int64_t o = 0; o < shape.outputs; ++o) {
-    for (int64_t i = 0; i < shape.inputs; ++i) {
-      const int64_t word = (o / kBlock * words + i / kOfWord) * kBlock + o % kBlock;
-      each(word * kOfWord + i % kOfWord, o * shape.inputs + i);
-    }
-  }
-}
-
-// Calls run<an integer as wide as an element, elements of a word>().
-template <class Run>
-void AsBits(const DenseShape& shape, const Run& run) {
-  shape.dtype == DType::kFloat32 ? run.template operator()<uint32_t, 1>()
-                                 : run.template operator()<uint16_t, 2>();
+// Where an element of a weight lies in a packed one, in elements.
+int64_t PlaceOf(const DenseShape& shape, int64_t output, int64_t input) {
+  const int64_t of_word = InputsOfWord(shape), words = WordsOf(shape);
+  const int64_t block = output / kBlock, o = output % kBlock;
+  if (shape.dtype == DType::kFloat16) return (block * words * of_word + input) * kBlock + o;
+  return ((block * words + input / of_word) * kBlock + o) * of_word + input % of_word;
 }
 
 bool Widens(DensePath path) {
@@ -52,6 +42,18 @@ bool Widens(DensePath path) {
 }
 
 EPIKV_CLONES void WidenRow(const BFloat16* x, float* row, int64_t count) { Widen(x, row, count); }
+EPIKV_CLONES void WidenRow(const Float16* x, float* row, int64_t count) { Widen(x, row, count); }
+
+// Elements of 16 bits of some outputs, each input's in a row.
+void PackInRows(const uint16_t* from, int64_t outputs, int64_t inputs, uint16_t* to) {
+  constexpr int64_t kAtOnce = 32;  // inputs: a cache line of each output
+  for (int64_t begin = 0; begin < inputs; begin += kAtOnce) {
+    const int64_t end = std::min(inputs, begin + kAtOnce);
+    for (int64_t o = 0; o < outputs; ++o) {
+      for (int64_t i = begin; i < end; ++i) to[i * kBlock + o] = from[o * inputs + i];
+    }
+  }
+}
 
 }  // namespace
 
@@ -68,6 +70,10 @@ void PackDenseBlock(const void* weight, const DenseShape& shape, int64_t block, 
   const char* const from = static_cast<const char*>(weight) + first * row_bytes;
   uint32_t* const to = static_cast<uint32_t*>(packed) + first * words;
   if (outputs < kBlock || whole < words) std::memset(to, 0, words * kBlock * kWordBytes);
+  if (shape.dtype == DType::kFloat16) {
+    return PackInRows(reinterpret_cast<const uint16_t*>(from), outputs, shape.inputs,
+                      reinterpret_cast<uint16_t*>(to));
+  }
   for (int64_t begin = 0; begin < whole; begin += kAtOnce) {
     const int64_t end = std::min(whole, begin + kAtOnce);
     for (int64_t o = 0; o < outputs; ++o) {
@@ -91,11 +97,13 @@ void PackDense(const void* weight, const DenseShape& shape, void* packed) {
 }
 
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
-  AsBits(shape, [&]<class T, int64_t kOfWord>() {
-    const auto* const from = static_cast<const T*>(packed);
-    auto* const to = static_cast<T*>(weight);
-    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[dense] = from[place]; });
-  });
+  const int64_t bytes = ElementBytes(shape.dtype);
+  for (int64_t o = 0; o < shape.outputs; ++o) {
+    for (int64_t i = 0; i < shape.inputs; ++i) {
+      std::memcpy(static_cast<char*>(weight) + (o * shape.inputs + i) * bytes,
+                  static_cast<const char*>(packed) + PlaceOf(shape, o, i) * bytes, bytes);
+    }
+  }
 }
 
 absl::string_view DensePathName(DensePath path) {
@@ -120,12 +128,11 @@ int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
 
 std::vector<DensePath> DensePaths(DType dtype) {
   std::vector<DensePath> paths;
-  if (dtype == DType::kFloat16) return paths;
   const bool wide = dtype == DType::kFloat32;
   if (HasSimd()) paths = {wide ? DensePath::kFloat32Simd : DensePath::kWidenedSimd};
   if (!ThisProcessor().avx512) return paths;
   paths.push_back(wide ? DensePath::kFloat32 : DensePath::kWidened);
-  if (!wide && ThisProcessor().avx512_bf16) {
+  if (dtype == DType::kBFloat16 && ThisProcessor().avx512_bf16) {
     paths.insert(ThisProcessor().fast_bf16_pairs ? paths.end() : paths.end() - 1,
                  DensePath::kPaired);
   }
@@ -195,11 +202,25 @@ struct Sums {
   }
 };
 
-EPIKV_INLINE __m512 First(__m512i pair) { return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)); }
-EPIKV_INLINE __m512 Second(__m512i pair) {
-  return _mm512_castsi512_ps(
-      _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-}
+// How a pair of inputs of a block's outputs becomes fp32: of the outputs from `output` on.
+struct OfBFloat16 {
+  EPIKV_INLINE static __m512 First(const uint32_t* pair, int64_t output) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_load_si512(pair + output), 16));
+  }
+  EPIKV_INLINE static __m512 Second(const uint32_t* pair, int64_t output) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_load_si512(pair + output),
+                                                _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+};
+struct OfFloat16 {
+  EPIKV_INLINE static __m512 First(const uint32_t* pair, int64_t output) {
+    const auto* const narrow = reinterpret_cast<const uint16_t*>(pair) + output;
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(narrow)));
+  }
+  EPIKV_INLINE static __m512 Second(const uint32_t* pair, int64_t output) {
+    return First(pair, kBlock + output);
+  }
+};
 
 template <int kWidth>
 EPIKV_INLINE void LoadPair(const uint32_t* words, __m512i (&weights)[kWidth]) {
@@ -222,22 +243,22 @@ EPIKV_INLINE void MultiplyPaired(const uint32_t* x, int64_t stride, const uint32
   sums.Write(out);
 }
 
-// Of kWidth vectors of the block's outputs.
-template <int kRows, int kWidth>
+// Of kWidth vectors of the block's outputs, from `output` on.
+template <class Of, int kRows, int kWidth>
 EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t* words,
-                                  int64_t pairs, const Ahead& ahead, bool first, float* out) {
+                                  int64_t pairs, int64_t output, const Ahead& ahead, bool first,
+                                  float* out) {
   Sums<kRows, kWidth> sums;
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
-    __m512i weights[kWidth];
+    const uint32_t* const pair = words + p * kBlock;
     __m512 wide[kWidth];
-    LoadPair(words + p * kBlock, weights);
     ahead.Fetch(p);
 #pragma GCC unroll 4
-    for (int v = 0; v < kWidth; ++v) wide[v] = First(weights[v]);
+    for (int v = 0; v < kWidth; ++v) wide[v] = Of::First(pair, output + v * 16);
     sums.Add(wide, x + 2 * p, stride);
 #pragma GCC unroll 4
-    for (int v = 0; v < kWidth; ++v) wide[v] = Second(weights[v]);
+    for (int v = 0; v < kWidth; ++v) wide[v] = Of::Second(pair, output + v * 16);
     sums.Add(wide, x + 2 * p + 1, stride);
   }
   sums.Write(out);
@@ -262,14 +283,14 @@ EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* pan
   sums.Write(out);
 }
 
+template <class Of>
 EPIKV_INLINE void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
   for (int64_t p = 0; p < pairs; ++p, panel += 2 * kBlock) {
-    __m512i weights[kVectors];
-    LoadPair(words + p * kBlock, weights);
+    const uint32_t* const pair = words + p * kBlock;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      _mm512_store_ps(panel + v * 16, First(weights[v]));
-      _mm512_store_ps(panel + kBlock + v * 16, Second(weights[v]));
+      _mm512_store_ps(panel + v * 16, Of::First(pair, v * 16));
+      _mm512_store_ps(panel + kBlock + v * 16, Of::Second(pair, v * 16));
     }
   }
 }
@@ -309,7 +330,7 @@ void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, in
 }
 
 // Tiles of kTile rows and kWidth vectors widen weights as they go.
-template <int kTile, int kWidth>
+template <class Of, int kTile, int kWidth>
 void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
                        int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 64;
@@ -320,8 +341,8 @@ void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, 
         for (int64_t v = 0; v < kVectors; v += kWidth) {
           ForTiles<kTile>(
               num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-                MultiplyWidened<decltype(tile)::value, kWidth>(
-                    x + row * stride + 2 * begin, stride, words + begin * kBlock + v * 16, count,
+                MultiplyWidened<Of, decltype(tile)::value, kWidth>(
+                    x + row * stride + 2 * begin, stride, words + begin * kBlock, count, v * 16,
                     ahead(v / kWidth * tiles + row / kTile), begin == 0,
                     out + row * kBlock + v * 16);
               });
@@ -329,23 +350,24 @@ void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, 
       });
 }
 
+template <class Of>
 void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
                   int64_t stride, float* out) {
   // A panel costs as much as some tiles that widen weights as they go.
   constexpr int64_t kAsWidened = 2 * kMany;
   const auto* const x = static_cast<const float*>(rows);
   if (num_rows <= kFew) {
-    return MultiplyAsWidened<kFew, kVectors>(x, num_rows, words, pairs, stride, out);
+    return MultiplyAsWidened<Of, kFew, kVectors>(x, num_rows, words, pairs, stride, out);
   }
   if (num_rows <= kAsWidened) {
-    return MultiplyAsWidened<kMany, kVectors / 2>(x, num_rows, words, pairs, stride, out);
+    return MultiplyAsWidened<Of, kMany, kVectors / 2>(x, num_rows, words, pairs, stride, out);
   }
   constexpr int64_t kAtOnce = 32;
   alignas(64) float panel[2 * kAtOnce * kBlock];
   ForWords(
       words, pairs, kAtOnce, TilesOf(num_rows, kFew),
       [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-        WidenPanel(words + begin * kBlock, count, panel);
+        WidenPanel<Of>(words + begin * kBlock, count, panel);
         ForTiles<kFew>(
             num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
               MultiplyPanel<decltype(tile)::value, 2>(x + row * stride + 2 * begin, stride, panel,
@@ -364,7 +386,11 @@ void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* 
   const int64_t inputs = shape.inputs;
   if (Widens(path)) {
     auto* const to = static_cast<float*>(row);
-    WidenRow(static_cast<const BFloat16*>(x), to, inputs);
+    if (shape.dtype == DType::kFloat16) {
+      WidenRow(static_cast<const Float16*>(x), to, inputs);
+    } else {
+      WidenRow(static_cast<const BFloat16*>(x), to, inputs);
+    }
     if (inputs % 2 == 1) to[inputs] = 0;
     return;
   }
@@ -382,13 +408,15 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
       return MultiplyFloat32Simd(static_cast<const float*>(rows), num_rows, words, num_words,
                                  stride, out);
     case DensePath::kWidenedSimd:
-      return MultiplyWidenedSimd(static_cast<const float*>(rows), num_rows, words, num_words,
-                                 stride, out);
+      return MultiplyWidenedSimd(shape.dtype, static_cast<const float*>(rows), num_rows, words,
+                                 num_words, stride, out);
 #ifdef EPIKV_AVX512
     case DensePath::kFloat32:
       return MultiplyFloat32(rows, num_rows, words, num_words, stride, out);
     case DensePath::kWidened:
-      return MultiplyWide(rows, num_rows, words, num_words, stride, out);
+      return shape.dtype == DType::kFloat16
+                 ? MultiplyWide<OfFloat16>(rows, num_rows, words, num_words, stride, out)
+                 : MultiplyWide<OfBFloat16>(rows, num_rows, words, num_words, stride, out);
     case DensePath::kPaired:
       return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
 #else

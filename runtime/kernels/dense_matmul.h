@@ -7,8 +7,8 @@
 #include "absl/strings/string_view.h"
 #include "runtime/base/dtype.h"
 
-// Products with weights of float32 and bfloat16, without torch, for processors with AVX-512, AVX2
-// or NEON. Others' are bound by what few rows leave idle and, of bfloat16 where there is no matrix
+// Products with weights of any DType, without torch, for processors with AVX-512, AVX2 or NEON.
+// Others' are bound by what few rows leave idle and, of bfloat16 where there is no matrix
 // unit, by the dot instruction, which Intel's processors run at half the speed of fp32, or by
 // having none. Sums are fp32, in the order of the inputs: a row's result does not depend on the
 // rows beside it, and in fp32 not on the width of a vector.
@@ -17,7 +17,7 @@ namespace epikv {
 
 struct DenseShape {
   int64_t outputs = 0, inputs = 0;
-  DType dtype = DType::kFloat32;  // or kBFloat16: of the weight and of x
+  DType dtype = DType::kFloat32;  // of the weight and of x
 };
 
 // Outputs that lie together in a packed weight, and are multiplied together.
@@ -34,8 +34,9 @@ void PackDenseBlock(const void* weight, const DenseShape& shape, int64_t block, 
 // Bit for bit.
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight);
 
-// What the products are written for: float32; and of bfloat16 fp32 as well, to which both sides are
-// widened, or the processor's product of pairs. With AVX-512; or, "Simd", with AVX2 or NEON.
+// What the products are written for: float32; of the narrow ones fp32 as well, to which both sides
+// are widened; or, of bfloat16, the processor's product of pairs. With AVX-512; or, "Simd", with
+// AVX2 or NEON.
 enum class DensePath { kFloat32, kWidened, kPaired, kFloat32Simd, kWidenedSimd };
 absl::string_view DensePathName(DensePath path);
 // Those of a dtype that this processor has, the fastest last; none without AVX2 or NEON.

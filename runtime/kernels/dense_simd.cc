@@ -24,7 +24,7 @@ namespace HWY_NAMESPACE {
 void MultiplyFloat32(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
   std::abort();
 }
-void MultiplyWidened(const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
+void MultiplyWidened(DType, const float*, int64_t, const uint32_t*, int64_t, int64_t, float*) {
   std::abort();
 }
 
@@ -75,12 +75,27 @@ struct Sums {
   }
 };
 
-EPIKV_INLINE Vector First(hn::Vec<Words> pair) {
-  return hn::BitCast(Floats(), hn::ShiftLeft<16>(pair));
-}
-EPIKV_INLINE Vector Second(hn::Vec<Words> pair) {
-  return hn::BitCast(Floats(), hn::And(pair, hn::Set(Words(), 0xffff0000u)));
-}
+// How a pair of inputs of a block's outputs lies in memory, and becomes fp32: of the outputs from
+// `output` on.
+struct OfBFloat16 {
+  EPIKV_INLINE static Vector First(const uint32_t* pair, int64_t output) {
+    return hn::BitCast(Floats(), hn::ShiftLeft<16>(hn::Load(Words(), pair + output)));
+  }
+  EPIKV_INLINE static Vector Second(const uint32_t* pair, int64_t output) {
+    const auto words = hn::Load(Words(), pair + output);
+    return hn::BitCast(Floats(), hn::And(words, hn::Set(Words(), 0xffff0000u)));
+  }
+};
+struct OfFloat16 {
+  EPIKV_INLINE static Vector First(const uint32_t* pair, int64_t output) {
+    const hn::Rebind<uint16_t, Floats> narrow;
+    const auto bits = hn::LoadU(narrow, reinterpret_cast<const uint16_t*>(pair) + output);
+    return hn::PromoteTo(Floats(), hn::BitCast(hn::Rebind<hwy::float16_t, Floats>(), bits));
+  }
+  EPIKV_INLINE static Vector Second(const uint32_t* pair, int64_t output) {
+    return First(pair, kBlock + output);
+  }
+};
 
 // Some inputs' part of the sums of kWidth vectors of a block's outputs: weights in fp32, kOfWord of
 // them a word.
@@ -103,23 +118,23 @@ EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* pan
   sums.Write(out);
 }
 
-// As above, of pairs of bfloat16, which are widened as they come.
-template <int kRows, int kWidth>
+// As above, of the outputs from `output` on, and of pairs of 16 bits, which are widened as they
+// come.
+template <class Of, int kRows, int kWidth>
 EPIKV_INLINE void MultiplyPairs(const float* x, int64_t stride, const uint32_t* words,
-                                int64_t pairs, const Ahead& ahead, bool first, float* out) {
+                                int64_t pairs, int64_t output, const Ahead& ahead, bool first,
+                                float* out) {
   Sums<kRows, kWidth> sums;
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
     ahead.Fetch(p);
+    const uint32_t* const pair = words + p * kBlock;
     Vector wide[kWidth];
-    auto load = [&](int v) __attribute__((always_inline)) {
-      return hn::Load(Words(), words + p * kBlock + v * kLanes);
-    };
     HWY_UNROLL(16)
-    for (int v = 0; v < kWidth; ++v) wide[v] = First(load(v));
+    for (int v = 0; v < kWidth; ++v) wide[v] = Of::First(pair, output + v * kLanes);
     sums.Add(wide, x + 2 * p, stride);
     HWY_UNROLL(16)
-    for (int v = 0; v < kWidth; ++v) wide[v] = Second(load(v));
+    for (int v = 0; v < kWidth; ++v) wide[v] = Of::Second(pair, output + v * kLanes);
     sums.Add(wide, x + 2 * p + 1, stride);
   }
   sums.Write(out);
@@ -156,7 +171,7 @@ void MultiplyFloat32As(const float* x, int64_t num_rows, const uint32_t* words, 
       });
 }
 
-template <int kTile, int kWidth>
+template <class Of, int kTile, int kWidth>
 void MultiplyPairsAs(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
                      int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 64;
@@ -164,22 +179,23 @@ void MultiplyPairsAs(const float* x, int64_t num_rows, const uint32_t* words, in
       words, pairs, kAtOnce, TilesOf(num_rows, kTile) * kVectors / kWidth,
       [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
         ForBlock<kTile, kWidth>(
-            num_rows, [&](int64_t row, auto tile, int64_t output,
-                          int64_t pass) __attribute__((always_inline)) {
-              MultiplyPairs<decltype(tile)::value, kWidth>(
-                  x + row * stride + 2 * begin, stride, words + begin * kBlock + output, count,
-                  ahead(pass), begin == 0, out + row * kBlock + output);
-            });
+            num_rows, [&](int64_t row, auto tile, int64_t output, int64_t pass)
+                          __attribute__((always_inline)) {
+                            MultiplyPairs<Of, decltype(tile)::value, kWidth>(
+                                x + row * stride + 2 * begin, stride, words + begin * kBlock, count,
+                                output, ahead(pass), begin == 0, out + row * kBlock + output);
+                          });
       });
 }
 
+template <class Of>
 void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
   for (int64_t p = 0; p < pairs; ++p, panel += 2 * kBlock) {
     HWY_UNROLL(16)
     for (int v = 0; v < kVectors; ++v) {
-      const auto pair = hn::Load(Words(), words + p * kBlock + v * kLanes);
-      hn::Store(First(pair), Floats(), panel + v * kLanes);
-      hn::Store(Second(pair), Floats(), panel + kBlock + v * kLanes);
+      const uint32_t* const pair = words + p * kBlock;
+      hn::Store(Of::First(pair, v * kLanes), Floats(), panel + v * kLanes);
+      hn::Store(Of::Second(pair, v * kLanes), Floats(), panel + kBlock + v * kLanes);
     }
   }
 }
@@ -188,6 +204,35 @@ void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
 // weight less often; and of few, which have nothing to do between two products.
 constexpr int kMany = 6, kManyWidth = 16 / kLanes;
 constexpr int kFew = 3, kFewWidth = 32 / kLanes;
+
+template <class Of>
+void MultiplyWidenedOf(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                       int64_t stride, float* out) {
+  // A panel costs as much as some tiles that widen weights as they go.
+  constexpr int64_t kAsPairs = 2 * kMany;
+  if (num_rows == 1)
+    return MultiplyPairsAs<Of, 1, kVectors>(x, num_rows, words, pairs, stride, out);
+  if (num_rows <= kFew) {
+    return MultiplyPairsAs<Of, kFew, kFewWidth>(x, num_rows, words, pairs, stride, out);
+  }
+  if (num_rows <= kAsPairs) {
+    return MultiplyPairsAs<Of, kMany, kManyWidth>(x, num_rows, words, pairs, stride, out);
+  }
+  constexpr int64_t kAtOnce = 32;
+  alignas(64) float panel[2 * kAtOnce * kBlock];
+  ForWords(
+      words, pairs, kAtOnce, TilesOf(num_rows, kMany) * kVectors / kManyWidth,
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        WidenPanel<Of>(words + begin * kBlock, count, panel);
+        ForBlock<kMany, kManyWidth>(
+            num_rows, [&](int64_t row, auto tile, int64_t output, int64_t pass)
+                          __attribute__((always_inline)) {
+                            MultiplyPanel<decltype(tile)::value, kManyWidth, 2>(
+                                x + row * stride + 2 * begin, stride, panel + output, count,
+                                ahead(pass), begin == 0, out + row * kBlock + output);
+                          });
+      });
+}
 
 }  // namespace
 
@@ -202,31 +247,10 @@ void MultiplyFloat32(const float* x, int64_t num_rows, const uint32_t* words, in
   MultiplyFloat32As<kMany, kManyWidth>(x, num_rows, words, num_words, stride, out);
 }
 
-void MultiplyWidened(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
-                     int64_t stride, float* out) {
-  // A panel costs as much as some tiles that widen weights as they go.
-  constexpr int64_t kAsPairs = 2 * kMany;
-  if (num_rows == 1) return MultiplyPairsAs<1, kVectors>(x, num_rows, words, pairs, stride, out);
-  if (num_rows <= kFew) {
-    return MultiplyPairsAs<kFew, kFewWidth>(x, num_rows, words, pairs, stride, out);
-  }
-  if (num_rows <= kAsPairs) {
-    return MultiplyPairsAs<kMany, kManyWidth>(x, num_rows, words, pairs, stride, out);
-  }
-  constexpr int64_t kAtOnce = 32;
-  alignas(64) float panel[2 * kAtOnce * kBlock];
-  ForWords(
-      words, pairs, kAtOnce, TilesOf(num_rows, kMany) * kVectors / kManyWidth,
-      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-        WidenPanel(words + begin * kBlock, count, panel);
-        ForBlock<kMany, kManyWidth>(
-            num_rows, [&](int64_t row, auto tile, int64_t output, int64_t pass)
-                          __attribute__((always_inline)) {
-                            MultiplyPanel<decltype(tile)::value, kManyWidth, 2>(
-                                x + row * stride + 2 * begin, stride, panel + output, count,
-                                ahead(pass), begin == 0, out + row * kBlock + output);
-                          });
-      });
+void MultiplyWidened(DType dtype, const float* x, int64_t num_rows, const uint32_t* words,
+                     int64_t pairs, int64_t stride, float* out) {
+  dtype == DType::kFloat16 ? MultiplyWidenedOf<OfFloat16>(x, num_rows, words, pairs, stride, out)
+                           : MultiplyWidenedOf<OfBFloat16>(x, num_rows, words, pairs, stride, out);
 }
 
 #endif
@@ -244,9 +268,9 @@ void MultiplyFloat32Simd(const float* x, int64_t num_rows, const uint32_t* words
   EPIKV_SIMD::MultiplyFloat32(x, num_rows, words, num_words, stride, out);
 }
 
-void MultiplyWidenedSimd(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
-                         int64_t stride, float* out) {
-  EPIKV_SIMD::MultiplyWidened(x, num_rows, words, pairs, stride, out);
+void MultiplyWidenedSimd(DType dtype, const float* x, int64_t num_rows, const uint32_t* words,
+                         int64_t pairs, int64_t stride, float* out) {
+  EPIKV_SIMD::MultiplyWidened(dtype, x, num_rows, words, pairs, stride, out);
 }
 
 }  // namespace epikv

@@ -32,7 +32,7 @@ constexpr int64_t kSmallestPacked = 256 * 256;
 // Whether our own products of such weights are the fastest.
 bool AreOurs(const at::Tensor& weight) {
   const at::ScalarType dtype = weight.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kBFloat16) &&
+  return (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
          FastestDensePath(DTypeOf(dtype)).has_value();
 }
 

@@ -144,7 +144,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   at::set_num_threads(1);
-  for (const epikv::DType dtype : {epikv::DType::kFloat32, epikv::DType::kBFloat16}) {
+  for (const epikv::DType dtype :
+       {epikv::DType::kFloat32, epikv::DType::kBFloat16, epikv::DType::kFloat16}) {
     epikv::OfDense(dtype, outputs, inputs);
   }
   for (const int64_t bits : {8, 4}) epikv::OfIntegers(bits, outputs, inputs);

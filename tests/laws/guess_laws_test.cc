@@ -180,6 +180,54 @@ TEST(SampledGuesses, LastTokensAreDistributedAsWithout) {
   EXPECT_GT(Apart(plain, sample(20001, 0.2f, 0)), 5) << "the test would not see a difference";
 }
 
+// Why a request has no guesses although it asks for them; and that it has where there is no reason.
+TEST(GuessesLeftOut, EachReasonAlone) {
+  EngineHarness harness(ModelPath("gqa"), {.kv_tier_bytes = 1 << 20, .end_tokens = false});
+  RequestOptions asks = Asking(harness.manifest(), 0);
+  asks.prompt = Repeated(harness.manifest(), 300, 23);
+  asks.output = {};
+  asks.guess_tokens = 4;
+  const auto guesses = [&](const RequestOptions& options) {
+    auto resolved = harness.admission().Resolve(options);
+    const auto* rejection = std::get_if<Rejection>(&resolved);
+    EXPECT_EQ(rejection, nullptr) << rejection->message;
+    return rejection == nullptr ? std::get<Request>(resolved).guess_tokens : -1;
+  };
+  EXPECT_EQ(guesses(asks), 4);
+  RequestOptions options = asks;
+  options.kv.positions = PositionMode::kCache;
+  EXPECT_EQ(guesses(options), 0);
+  options = asks;
+  options.kv.read_tokens = 128;
+  EXPECT_EQ(guesses(options), 0);
+  options = asks;
+  options.kv = {.policy = "sliding", .budget = int64_t{100}};
+  EXPECT_EQ(guesses(options), 4);
+  options.kv.tier.tokens = 64;
+  EXPECT_EQ(guesses(options), 0);
+  options.kv = {};
+  options.kv.tier.tokens = 64;
+  EXPECT_EQ(guesses(options), 4) << "nothing is evicted, so there is no tier";
+  options = asks;
+  options.thinking = ThinkingMarks{.tags = {"<think>", "</think>"}};
+  EXPECT_EQ(guesses(options), 4);
+  options.kv.evict_thinking = true;
+  EXPECT_EQ(guesses(options), 0);
+  options.kv.evict_thinking = false;
+  options.kv.protection.thinking = 3;
+  EXPECT_EQ(guesses(options), 0);
+  options = asks;
+  options.forced = Text(harness.manifest(), 5, 1);
+  EXPECT_EQ(guesses(options), 0);
+  int64_t rounding = 0;
+  for (const PolicyCase& policy : PolicyVariants()) {
+    if (!RoundsRows(policy)) continue;
+    ++rounding;
+    EXPECT_EQ(guesses(WithPolicy(asks, policy, 400)), 0) << policy.label;
+  }
+  EXPECT_GT(rounding, 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyGuesses,
                          ::testing::Combine(::testing::Values("gqa"),
                                             ::testing::ValuesIn(EvictingPolicies())),

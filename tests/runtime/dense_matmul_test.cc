@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/float16.h"
 
 namespace epikv {
 namespace dense_matmul_test {
@@ -41,6 +42,7 @@ std::vector<float> Noise(int64_t count, uint32_t seed, DType dtype) {
     // -fsanitize=thread it forgets to.
     const uint32_t drawn = std::bit_cast<uint32_t>(normal(random));
     x = std::bit_cast<float>(drawn & (dtype == DType::kBFloat16 ? ~0xffffU : ~0U));
+    if (dtype == DType::kFloat16) x = WidenFloat16(NarrowFloat16(x));
   }
   return noise;
 }
@@ -50,6 +52,11 @@ std::vector<char> Stored(const std::vector<float>& values, DType dtype) {
   const int64_t bytes = ElementBytes(dtype), skipped = 4 - bytes;  // of a float: its lower half
   std::vector<char> stored(values.size() * bytes);
   for (size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::kFloat16) {
+      const uint16_t narrow = NarrowFloat16(values[i]);
+      std::memcpy(stored.data() + i * bytes, &narrow, bytes);
+      continue;
+    }
     std::memcpy(stored.data() + i * bytes, reinterpret_cast<const char*>(&values[i]) + skipped,
                 bytes);
   }
@@ -87,7 +94,7 @@ std::vector<float> Product(DensePath path, const std::vector<float>& x, const vo
 }
 
 TEST(DenseMatmul, PackedWeightsAreWhatTheyWere) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (DenseShape shape : {DenseShape{1, 1}, {64, 2}, {65, 3}, {200, 129}}) {
       shape.dtype = dtype;
       const std::vector<float> weight = Noise(shape.outputs * shape.inputs, 1, dtype);
@@ -99,8 +106,10 @@ TEST(DenseMatmul, PackedWeightsAreWhatTheyWere) {
   }
 }
 
-TEST(DenseMatmul, Float32IsOursWhereThereIsAPath) {
-  EXPECT_EQ(FastestDensePath(DType::kFloat32).has_value(), !DensePaths(DType::kFloat32).empty());
+TEST(DenseMatmul, AllButBFloat16IsOursWhereThereIsAPath) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16}) {
+    EXPECT_EQ(FastestDensePath(dtype).has_value(), !DensePaths(dtype).empty());
+  }
 }
 
 TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
@@ -112,13 +121,15 @@ TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
   }
 }
 
-class OfPath : public testing::TestWithParam<std::tuple<DensePath, DenseShape>> {
+struct Kind {
+  DType dtype;
+  DensePath path;
+};
+
+class OfPath : public testing::TestWithParam<std::tuple<Kind, DenseShape>> {
  protected:
-  DensePath path() const { return std::get<0>(GetParam()); }
-  DType dtype() const {
-    const bool wide = path() == DensePath::kFloat32 || path() == DensePath::kFloat32Simd;
-    return wide ? DType::kFloat32 : DType::kBFloat16;
-  }
+  DensePath path() const { return std::get<0>(GetParam()).path; }
+  DType dtype() const { return std::get<0>(GetParam()).dtype; }
   DenseShape shape() const {
     DenseShape shape = std::get<1>(GetParam());
     shape.dtype = dtype();
@@ -230,21 +241,24 @@ TEST_P(OfPath, Float32SumsAreTheSameOnEveryProcessor) {
 }
 
 std::string NameOf(const testing::TestParamInfo<OfPath::ParamType>& info) {
-  const auto& [path, shape] = info.param;
+  const auto& [kind, shape] = info.param;
   const char* const names[] = {"Float32", "Widened", "Paired", "Float32Simd", "WidenedSimd"};
-  return absl::StrCat(names[static_cast<int>(path)], "_", shape.outputs, "x", shape.inputs);
+  return absl::StrCat(names[static_cast<int>(kind.path)], "_", DTypeName(kind.dtype), "_",
+                      shape.outputs, "x", shape.inputs);
 }
 
-std::vector<DensePath> AllPaths() {
-  std::vector<DensePath> paths = DensePaths(DType::kFloat32);
-  for (const DensePath path : DensePaths(DType::kBFloat16)) paths.push_back(path);
-  return paths;
+std::vector<Kind> AllKinds() {
+  std::vector<Kind> kinds;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const DensePath path : DensePaths(dtype)) kinds.push_back({dtype, path});
+  }
+  return kinds;
 }
 
-// None on a processor without AVX2.
+// None on a processor without AVX2 or NEON.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OfPath);
 INSTANTIATE_TEST_SUITE_P(DenseMatmul, OfPath,
-                         testing::Combine(testing::ValuesIn(AllPaths()),
+                         testing::Combine(testing::ValuesIn(AllKinds()),
                                           testing::Values(DenseShape{1, 1}, DenseShape{64, 64},
                                                           DenseShape{65, 7}, DenseShape{130, 200},
                                                           DenseShape{96, 1025})),
