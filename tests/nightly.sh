@@ -11,6 +11,7 @@ attempt .venv/bin/python tests/tidy.py tests
 # Laws on more models than run.sh takes.
 attempt ctest --preset nightly -j 2
 attempt bash tests/sanitize.sh
+attempt bash tests/aarch64.sh
 attempt bash tests/soak.sh 30
 for mode in requests faults outage tokenizers families; do attempt bash tests/soak.sh "$mode"; done
 attempt bash tests/fuzz.sh 10

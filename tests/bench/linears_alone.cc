@@ -1,8 +1,9 @@
 // The linears of a model and nothing else, packed and multiplied as the daemon does: what its steps
 // cannot be faster than. For the bound of `epikv bench peers`.
 //
-//   linears_alone THREADS DTYPE LAYERS IN,OUT ...
+//   linears_alone [--cpu=NAME] THREADS DTYPE LAYERS IN,OUT ...
 //
+// --cpu: as of epikvd.
 // The last is the output head. Prints whose kernels they are; then, for each line "ROWS WANTED",
 // runs all layers over so many rows, the head over those wanted, and prints a line.
 #include <ATen/ATen.h>
@@ -23,6 +24,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "runtime/base/processor.h"
 #include "runtime/model/packed_linear.h"
 
 namespace epikv {
@@ -68,6 +71,15 @@ std::optional<Sizes> ParseSizes(absl::string_view text) {
 }
 
 int Main(int argc, char** argv) {
+  if (absl::string_view cpu = argc > 1 ? argv[1] : ""; absl::ConsumePrefix(&cpu, "--cpu=")) {
+    const std::optional<ProcessorLimit> limit = ProcessorLimitOf(cpu);
+    if (!limit.has_value() || !LimitProcessor(*limit).ok()) {
+      std::cerr << "this processor has no " << cpu << "\n";
+      return 2;
+    }
+    --argc;
+    ++argv;
+  }
   int threads = 0;
   int64_t layers = 0;
   std::vector<Sizes> sizes;
@@ -81,7 +93,7 @@ int Main(int argc, char** argv) {
   if (argc < 5 || !absl::SimpleAtoi(argv[1], &threads) || threads < 1 ||
       !(is_bfloat16 || type == "float32") || !absl::SimpleAtoi(argv[3], &layers) ||
       sizes.size() != static_cast<size_t>(argc - 4)) {
-    std::cerr << "linears_alone THREADS bfloat16|float32 LAYERS IN,OUT ...\n";
+    std::cerr << "linears_alone [--cpu=NAME] THREADS bfloat16|float32 LAYERS IN,OUT ...\n";
     return 2;
   }
   const at::ScalarType dtype = is_bfloat16 ? at::kBFloat16 : at::kFloat;

@@ -15,6 +15,7 @@ from epikv_lab.bench.peers import (
     engines,
     results,
     rounds,
+    venvs,
 )
 from epikv_lab.bench.peers.agree import Agreement
 from epikv_lab.bench.peers.cells import Cell, parse
@@ -282,6 +283,24 @@ def test_a_runner_that_dies_or_hangs_says_how(peer: Callable[..., Runner]) -> No
             dead.run(Job([[8]], 1), 60)
     with pytest.raises(Refused, match=r"no answer within 0\.2 s"):
         peer().run(Job([[9]], 1), 0.2)
+
+
+def test_engines_are_held_to_a_lesser_processor_by_their_own_means(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(engines, "Runner", lambda *each: given.append(each))
+    monkeypatch.setattr(venvs, "python", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(venvs, "llama", lambda cpu: tmp_path / f"llama-{cpu}")
+    monkeypatch.setattr(convert, "gguf", lambda *_: Path("model.gguf"))
+    place = engines.Place(TINY, tmp_path, 1, 1000, cpu="avx2")
+    arms = {arm.name: arm for arm in engines.arms()}
+    arms["llama.cpp bf16"].start(place)
+    *_, environment = given[-1]
+    assert environment["LLAMA_CPP_LIB_PATH"].startswith(str(tmp_path / "llama-avx2"))
+    assert environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    with pytest.raises(Refused, match="holds it to less"):
+        arms["ONNX Runtime GenAI int8"].start(place)
 
 
 def test_what_fails_to_install_is_told_by_its_last_line() -> None:

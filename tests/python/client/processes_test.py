@@ -42,7 +42,7 @@ import sys
 from pathlib import Path
 from epikv_lab.bench.peers import convert, engines, venvs
 from epikv_lab.bench.peers.process import Job
-venvs.llama = lambda: Path(sys.argv[1])
+venvs.llama = lambda *_: Path(sys.argv[1])
 venvs.python = lambda *_: Path(sys.executable)
 convert.gguf = lambda *_: Path("model.gguf")
 place = engines.Place(None, Path("checkpoint"), 1, 0)

@@ -56,6 +56,10 @@ SPINNING = 0.02  # of a core, that an idle engine may use
     help="Folder for the curves of the cells concurrency and context.",
 )  # fmt: skip
 @click.option(
+    "--cpu", type=click.Choice(["avx2"]),
+    help="Hold all engines to a lesser processor; those that nothing holds are left out.",
+)  # fmt: skip
+@click.option(
     "--binary", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The epikvd to measure. Default: as of other benches.",
 )  # fmt: skip
@@ -69,6 +73,7 @@ def command(
     limit: float,
     check: bool,
     pictures: Path | None,
+    cpu: str | None,
     binary: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -99,7 +104,7 @@ def command(
     interrupted = False
     try:
         for count in dict.fromkeys(counts):
-            place = engines.Place(SHAPES[shape], model, count, 0, binary)
+            place = engines.Place(SHAPES[shape], model, count, 0, binary, cpu)
             agree = check and count == counts[0]
             _measure(place, chosen, arms, rounds, limit, results, agree=agree)
     except KeyboardInterrupt:  # hours of measuring are worth telling
@@ -126,6 +131,7 @@ def command(
         "shape": {"name": shape, **asdict(SHAPES[shape])},
         "rounds": rounds,
         "interrupted": interrupted,
+        "cpu": cpu or "auto",
         "environment": ENVIRONMENT,
         "load_average": os.getloadavg(),
         **found_in.details(results),

@@ -12,7 +12,7 @@ from epikv.options import Kv
 from epikv_lab.bench.peers import convert, venvs
 from epikv_lab.bench.peers.cells import BUDGET, Cell
 from epikv_lab.bench.peers.checkpoint import Shape
-from epikv_lab.bench.peers.process import Engine, Epikvd, Runner
+from epikv_lab.bench.peers.process import HELD, Engine, Epikvd, Runner
 from epikv_lab.bench.programs import measuring_program
 
 FULL = Kv("full")
@@ -28,6 +28,7 @@ class Place:
     threads: int
     pool_tokens: int  # that our daemon's pool holds
     binary: Path | None = None  # of the daemon; None: $EPIKVD or the checkout's
+    cpu: str | None = None  # of process.HELD; None: engines use what the processor has
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _ours(
         of_kv = 4 if dtype == "float32" else 2
         pool = place.pool_tokens * place.shape.kv_bytes(of_kv)
         model = convert.epikv(place.checkpoint, dtype, quantization)
-        return Epikvd(model, place.threads, pool, place.binary)
+        return Epikvd(model, place.threads, pool, place.binary, place.cpu)
 
     name = f"epikv {precision}"
     found = [Arm(name, "ours", precision, start)]
@@ -122,7 +123,8 @@ def _runner(
     environment: dict[str, str] | None = None,
 ) -> Engine:
     command = [str(python), str(convert.RUNNERS / file)]
-    return Runner(command, configuration, place.threads, environment or {})
+    held = HELD[place.cpu] if place.cpu else {}
+    return Runner(command, configuration, place.threads, {**held, **(environment or {})})
 
 
 def _openvino(precision: str, weights: str, hint: str, budget: int | None = None) -> Arm:
@@ -147,7 +149,7 @@ def _ctranslate2(precision: str, weights: str) -> Arm:
 
 def _llama(precision: str, weights: str) -> Arm:
     def start(place: Place) -> Engine:
-        root, python = venvs.llama(), venvs.python("peers", "llama")
+        root, python = venvs.llama(place.cpu), venvs.python("peers", "llama")
         model = str(convert.gguf(place.checkpoint, weights))
         return _runner(
             "llama.py",
@@ -165,7 +167,7 @@ def _llama(precision: str, weights: str) -> Arm:
 
 def _llama_server(precision: str, weights: str) -> Arm:
     def start(place: Place) -> Engine:
-        root, python = venvs.llama(), venvs.python("peers", "llama")
+        root, python = venvs.llama(place.cpu), venvs.python("peers", "llama")
         model = str(convert.gguf(place.checkpoint, weights))
         binary = str(root / "build" / "bin" / "llama-server")
         configuration = {"model": model, "binary": binary, "tether": processes.tether()}
@@ -176,6 +178,8 @@ def _llama_server(precision: str, weights: str) -> Arm:
 
 def _onnx(precision: str) -> Arm:
     def start(place: Place) -> Engine:
+        if place.cpu is not None:
+            raise venvs.Refused("nothing holds it to less than the processor has")
         python = venvs.python("peers", "onnxruntime")
         model = str(convert.onnx(place.checkpoint, precision))
         return _runner("ort.py", {"model": model}, place, python)
@@ -216,6 +220,7 @@ def _linears(precision: str, dtype: str, whose: Literal["our", "oneDNN's"]) -> A
                 raise venvs.Refused("linears_alone is not there: it is of a build with tests")
         configuration = {
             "program": program and str(program),
+            "cpu": place.cpu or "auto",
             "precision": dtype,
             "layers": shape.layers,
             "linears": shape.linears,

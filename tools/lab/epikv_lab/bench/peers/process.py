@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import grpc
@@ -29,6 +30,22 @@ LOAD_SECONDS = 600
 # Workers spin from one product to the next, as deploy/ and the Dockerfile have them, and then sleep:
 # one that spun on would take the core of whoever is measured next.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1", "HF_HUB_OFFLINE": "1"}
+
+
+# What holds engines and their libraries to a lesser processor, by what is left.
+HELD: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "avx2": MappingProxyType(
+            {
+                "ATEN_CPU_CAPABILITY": "avx2",
+                "CT2_FORCE_CPU_ISA": "AVX2",
+                "DNNL_MAX_CPU_ISA": "AVX2",
+                "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+                "ONEDNN_MAX_CPU_ISA": "AVX2",
+            }
+        )
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -160,11 +177,19 @@ class Runner:
 class Epikvd:
     """Our daemon, over gRPC: a stream is a call of Generate."""
 
-    def __init__(self, model: Path, threads: int, pool_bytes: int, binary: Path | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        threads: int,
+        pool_bytes: int,
+        binary: Path | None,
+        cpu: str | None = None,
+    ) -> None:
         flags = {
             "threads": threads,
             "kv_pool_bytes": pool_bytes,
             "prefix_cache_share": 0,
+            **({"cpu": cpu} if cpu else {}),
         }
         self._stack = ExitStack()
         try:

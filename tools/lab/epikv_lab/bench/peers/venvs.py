@@ -55,6 +55,20 @@ _CMAKE = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+# llama.cpp chooses when it is built.
+_CMAKE_FOR: Mapping[str | None, Sequence[str]] = MappingProxyType(
+    {
+        None: (),
+        "avx2": (
+            "-DGGML_NATIVE=OFF",
+            "-DGGML_AVX=ON",
+            "-DGGML_AVX2=ON",
+            "-DGGML_BMI2=ON",
+            "-DGGML_F16C=ON",
+            "-DGGML_FMA=ON",
+        ),
+    }
+)
 
 
 class Refused(Exception):
@@ -94,10 +108,12 @@ def python(venv: str, peer: str) -> Path:
     return interpreter
 
 
-def llama() -> Path:
+def llama(cpu: str | None = None) -> Path:
     """llama.cpp as llama-cpp-python's source archive has it: `sources` with the bindings, and
-    `build/bin` with its libraries and llama-server. Built once, which takes a quarter of an hour."""
-    root = folder() / f"llama-{LLAMA}-{_digest(*_CMAKE)}"
+    `build/bin` with its libraries and llama-server. Built once for each `cpu` (of process.HELD;
+    None: this processor), which takes a quarter of an hour."""
+    options = (*_CMAKE, *_CMAKE_FOR[cpu])
+    root = folder() / f"llama-{LLAMA}-{_digest(*options)}"
     if not (root / "built").exists():
         harness.say(f"building llama.cpp of llama-cpp-python {LLAMA}")
         root.mkdir(exist_ok=True)
@@ -108,7 +124,7 @@ def llama() -> Path:
         shutil.rmtree(root / "sources", ignore_errors=True)
         (root / f"llama_cpp_python-{LLAMA}").rename(root / "sources")
         sources = str(root / "sources" / "vendor" / "llama.cpp")
-        run(["cmake", "-S", sources, "-B", str(root / "build"), "-G", "Ninja", *_CMAKE], "cmake")
+        run(["cmake", "-S", sources, "-B", str(root / "build"), "-G", "Ninja", *options], "cmake")
         jobs = os.environ.get("EPIKV_JOBS", "1")
         run(
             ["nice", "cmake", "--build", str(root / "build"), "-j", jobs, "-t", "llama-server"],

@@ -21,7 +21,6 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
     properties = {
         "INFERENCE_NUM_THREADS": config["threads"],
         "INFERENCE_PRECISION_HINT": config["precision"],
-        "KV_CACHE_PRECISION": config["precision"],
     }
     scheduler = SchedulerConfig()
     scheduler.enable_prefix_caching = False
@@ -34,7 +33,16 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
             max_cache_size=budget,
             aggregation_mode=AggregationMode.NORM_SUM,
         )
-    pipeline = ContinuousBatchingPipeline(config["model"], scheduler, "CPU", properties)
+    # A processor without products of bfloat16 takes no KV cache of it.
+    takes = [config["precision"], *(["f16", "u8"] if config["precision"] == "bf16" else [])]
+    for precision in takes:
+        properties["KV_CACHE_PRECISION"] = precision
+        try:
+            pipeline = ContinuousBatchingPipeline(config["model"], scheduler, "CPU", properties)
+            break
+        except RuntimeError:
+            if precision == takes[-1]:
+                raise
     number = 0
 
     def run(prompts: list[list[int]], new: int) -> Streams:

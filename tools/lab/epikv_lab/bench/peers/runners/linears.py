@@ -17,7 +17,7 @@ Step = Callable[[int, int], None]  # of so many rows, and so many of the output 
 
 def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
     """configuration: threads, precision (float32 or bfloat16), layers, linears [(in, out)], head,
-    program (that runs them as the daemon does) or None."""
+    program (that runs them as the daemon does) or None, cpu (what the program may use)."""
     step, settings = _program(config) if config["program"] else _one_dnn(config)
 
     def run(prompts: list[list[int]], new: int) -> Streams:
@@ -43,8 +43,8 @@ def _told(streams: Streams, count: int) -> None:
 def _program(config: Mapping[str, Any]) -> tuple[Step, Mapping[str, Any]]:
     sizes = [f"{inputs},{outputs}" for inputs, outputs in [*config["linears"], config["head"]]]
     process = subprocess.Popen(
-        [config["program"], *map(str, (config["threads"], config["precision"], config["layers"])),
-         *sizes],
+        [config["program"], f"--cpu={config['cpu']}",
+         *map(str, (config["threads"], config["precision"], config["layers"])), *sizes],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
