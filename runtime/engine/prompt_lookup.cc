@@ -30,8 +30,11 @@ std::vector<int32_t> LookUpPrompt(absl::Span<const int32_t> tokens, int64_t most
     }
   }
   if (next == 0) return {};
-  const int64_t count = std::min(most, size - next);
-  return {tokens.begin() + next, tokens.begin() + next + count};
+  std::vector<int32_t> guesses;
+  for (int64_t i = next; std::ssize(guesses) < most; ++i) {
+    guesses.push_back(i < size ? tokens[i] : guesses[i - size]);
+  }
+  return guesses;
 }
 
 }  // namespace epikv

@@ -18,8 +18,12 @@ TEST(PromptLookup, WhatFollowedBeforeIsTheGuess) {
 }
 
 TEST(PromptLookup, GuessesGoOnIntoWhatWasLookedFor) {
-  EXPECT_THAT(LookUpPrompt({7, 1, 2, 1, 2}, 9), ElementsAre(1, 2));
-  EXPECT_THAT(LookUpPrompt({4, 4, 4, 4}, 9), ElementsAre(4));
+  EXPECT_THAT(LookUpPrompt({1, 2, 3, 9, 1, 2}, 3), ElementsAre(3, 9, 1));
+}
+
+TEST(PromptLookup, WhatRepeatsGoesOn) {
+  EXPECT_THAT(LookUpPrompt({7, 1, 2, 1, 2}, 5), ElementsAre(1, 2, 1, 2, 1));
+  EXPECT_THAT(LookUpPrompt({4, 4, 4, 4}, 3), ElementsAre(4, 4, 4));
 }
 
 TEST(PromptLookup, OneTokenThatAgreesIsNoPlace) {
@@ -62,8 +66,8 @@ TEST(PromptLookup, AgreesWithItsDefinition) {
       }
     }
     std::vector<int32_t> wanted;
-    for (int64_t i = next; next >= 0 && i < size && std::ssize(wanted) < 5; ++i) {
-      wanted.push_back(tokens[i]);
+    for (int64_t i = 0; next >= 0 && i < 5; ++i) {
+      wanted.push_back(tokens[next + i % (size - next)]);
     }
     EXPECT_EQ(LookUpPrompt(tokens, 5), wanted);
   }
