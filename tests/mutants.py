@@ -812,8 +812,8 @@ MUTANTS = [
     Mutant(
         "a packed weight's outputs lie backwards",
         "runtime/kernels/dense_matmul.cc",
-        "(o / kBlock * words + i / kOfWord) * kBlock + o % kBlock",
-        "(o / kBlock * words + i / kOfWord) * kBlock + (kBlock - 1 - o % kBlock)",
+        "std::memcpy(to + w * kBlock + o, row",
+        "std::memcpy(to + w * kBlock + (outputs - 1 - o), row",
         "runtime_test",
         "*SumsOfSmallIntegersAreExact*",
     ),
