@@ -21,12 +21,14 @@ bool HasF16c() {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
 
+#if !defined(__clang__)
 // A process has the matrix unit's registers once it has asked for them, and some sandboxes refuse:
 // oneDNN, which would use it, has other products then.
 bool MayUseMatrixUnit() {
   constexpr int kRequestState = 0x1023, kTiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequestState, kTiles) == 0;
 }
+#endif
 #endif
 
 Processor Detect() {

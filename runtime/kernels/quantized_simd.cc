@@ -76,7 +76,8 @@ EPIKV_INLINE void QuantizeGroup(const float* x, int64_t group, int8_t* values, f
   Integers sums = hn::Zero(Sums());
   for (int64_t i = 0; i < group; i += kLanes) {
     Integers rounded = hn::NearestInt(hn::Mul(hn::LoadU(floats, x + i), by));
-    rounded = hn::Max(rounded, hn::Set(Sums(), -128));  // of what is no number
+    // What is no number becomes one end or the other, by compiler.
+    rounded = hn::Min(hn::Max(rounded, hn::Set(Sums(), -128)), hn::Set(Sums(), 127));
     sums = hn::Add(sums, rounded);
     const hn::Rebind<int8_t, Sums> narrow;
     hn::StoreU(hn::DemoteTo(narrow, rounded), narrow, values + i);
