@@ -102,6 +102,7 @@ std::vector<int32_t> Engine::GuessesOf(const Sequence& s, const WorkItem& work) 
 int64_t Engine::AllowedGuesses(Sequence& s, absl::Span<const int32_t> guesses,
                                int64_t& work) const {
   constexpr int64_t kShare = 8, kRest = 64;  // steps
+  if (work <= 0) return 0;                   // others have had it
   const int64_t most = std::min(work, options_.constraint_work / kShare);
   int64_t left = most;
   const int64_t allowed = s.constraint->LookAhead(guesses, left);

@@ -1,6 +1,7 @@
 #include "runtime/kernels/dense_matmul.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -420,8 +421,8 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
     case DensePath::kPaired:
       return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
 #else
-    default:
-      return;  // of no processor that this is compiled for
+    default:  // of no processor that this is compiled for
+      std::abort();
 #endif
   }
 }

@@ -221,36 +221,6 @@ void MultiplyVnni(const QuantizedRows& x, const void* packed, const QuantizedSha
   }
 }
 
-// As QuantizeRow, of one group.
-EPIKV_INLINE void QuantizeGroup(const float* x, int64_t group, int8_t* values, float* scale,
-                                int32_t* sum) {
-  __m256i most = _mm256_setzero_si256();  // as bits, of which NaN's are above all others
-  const __m256i size = _mm256_set1_epi32(0x7fffffff);
-  for (int64_t i = 0; i < group; i += 8) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
-    most = _mm256_max_epi32(most, _mm256_and_si256(bits, size));
-  }
-  const auto largest = std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_zextsi256_si512(most)));
-  *scale = largest / 127;
-  const __m256 by = _mm256_set1_ps(largest > kLeastRounded ? 127 / largest : 0);
-  const __m256i least = _mm256_set1_epi32(-128);
-  __m256i sums = _mm256_setzero_si256();
-  for (int64_t i = 0; i < group; i += 8) {
-    __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
-    rounded = _mm256_max_epi32(rounded, least);  // of what is no number
-    sums = _mm256_add_epi32(sums, rounded);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(values + i), _mm256_cvtsepi32_epi8(rounded));
-  }
-  *sum = _mm512_reduce_add_epi32(_mm512_zextsi256_si512(sums));
-}
-
-void QuantizeRowVnni(const float* x, const QuantizedShape& shape, int8_t* values, float* scales,
-                     int32_t* sums) {
-  for (int64_t g = 0; g < shape.groups(); ++g) {
-    QuantizeGroup(x + g * shape.group, shape.group, values + g * shape.group, scales + g, sums + g);
-  }
-}
-
 #pragma GCC pop_options
 #endif
 
@@ -380,9 +350,6 @@ void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape
   int8_t* const values = rows.values + row * shape.inputs;
   float* const scales = rows.scales + row * shape.groups();
   int32_t* const sums = rows.sums + row * shape.groups();
-#ifdef EPIKV_VNNI
-  if (path == QuantizedPath::kAvx512Vnni) return QuantizeRowVnni(x, shape, values, scales, sums);
-#endif
   if (path != QuantizedPath::kAnywhere) return QuantizeRowSimd(x, shape, values, scales, sums);
   QuantizeRowAnywhere(x, shape, values, scales, sums);
 }

@@ -31,11 +31,6 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using Sums = hn::CappedTag<int32_t, 8>;
-using Bytes = hn::Repartition<int8_t, Sums>;
-using Integers = hn::Vec<Sums>;
-using Quads = hn::Vec<Bytes>;
-
 #include "runtime/kernels/quantized_tiles.inc"
 
 #if HWY_TARGET == HWY_AVX2
@@ -114,11 +109,6 @@ namespace neon_dot {
 namespace {
 
 namespace hn = hwy::N_NEON;
-
-using Sums = hn::CappedTag<int32_t, 8>;
-using Bytes = hn::Repartition<int8_t, Sums>;
-using Integers = hn::Vec<Sums>;
-using Quads = hn::Vec<Bytes>;
 
 #include "runtime/kernels/quantized_tiles.inc"
 

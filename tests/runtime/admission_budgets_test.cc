@@ -205,10 +205,13 @@ class DemandLaw : public AdmissionTest, public testing::WithParamInterface<const
     for (int round = 0; round < rounds; ++round) {
       AdmissionLimits limits = Limits();
       limits.prefill_chunk_tokens = Draw(1, 64);
-      RequestOptions options =
-          Ask(Draw(1, 200), Draw(0, 3) == 0 ? Draw(1, 4) : Draw(1, 80), GetParam(), Draw(1, 250));
+      // One after the other: compilers differ in the order of arguments.
+      const int64_t budget = Draw(1, 250);
+      const int64_t output = Draw(0, 3) == 0 ? Draw(1, 4) : Draw(1, 80), prompt = Draw(1, 200);
+      RequestOptions options = Ask(prompt, output, GetParam(), budget);
       if (options.kv.policy != "full") {
-        options.kv.params["slack"] = Draw(0, 1) * Draw(0, 70);
+        const int64_t slack = Draw(0, 1);
+        options.kv.params["slack"] = slack * Draw(0, 70);
       } else {
         options.kv.budget = {};
       }

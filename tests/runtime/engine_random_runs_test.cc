@@ -64,8 +64,11 @@ class EngineLaws : public EngineTest, public testing::WithParamInterface<int> {
   // Whatever can be asked for; some of it will be refused.
   RequestOptions RandomRequest(const std::string& id) {
     const char* const policies[] = {"at_end", "by_chunk", "full", "refuses"};
-    RequestOptions options =
-        Ask(id, Draw(1, OneIn(4) ? 300 : 40), Draw(1, 40), policies[Draw(0, 3)], Draw(1, 120));
+    // One after the other: compilers differ in the order of arguments.
+    const int64_t budget = Draw(1, 120);
+    const char* const policy = policies[Draw(0, 3)];
+    const int64_t output = Draw(1, 40), prompt = Draw(1, OneIn(4) ? 300 : 40);
+    RequestOptions options = Ask(id, prompt, output, policy, budget);
     std::rotate(options.prompt.begin(), options.prompt.begin() + Draw(0, options.prompt.size() - 1),
                 options.prompt.end());
     if (options.kv.policy != "full") {

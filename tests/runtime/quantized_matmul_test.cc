@@ -1,5 +1,6 @@
 #include "runtime/kernels/quantized_matmul.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -234,12 +235,19 @@ TEST(QuantizedRowsTest, SumsAreOfTheValuesWhateverTheRow) {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float kLeast = std::numeric_limits<float>::denorm_min();
-  for (const float strange : {kNaN, kInfinity, -kInfinity, kLeast}) {
-    Rows rows(1, shape);
-    std::vector<float> x(32);
-    for (size_t i = 0; i < x.size(); i += 2) x[i] = strange;
-    QuantizeRow(x.data(), shape, 0, rows.View());
-    EXPECT_EQ(rows.sums[0], std::accumulate(rows.values.begin(), rows.values.end(), 0)) << strange;
+  for (const QuantizedPath path : QuantizedPaths()) {
+    SCOPED_TRACE(std::string(QuantizedPathName(path)));
+    for (const float strange : {kNaN, kInfinity, -kInfinity, kLeast, kLeastRounded}) {
+      Rows rows(1, shape);
+      std::vector<float> x(32);
+      for (size_t i = 0; i < x.size(); i += 2) x[i] = strange;
+      QuantizeRow(path, x.data(), shape, 0, rows.View());
+      EXPECT_EQ(rows.sums[0], std::accumulate(rows.values.begin(), rows.values.end(), 0))
+          << strange;
+      if (std::abs(strange) <= kLeastRounded) {
+        EXPECT_THAT(rows.values, testing::Each(0)) << strange;
+      }
+    }
   }
 }
 
