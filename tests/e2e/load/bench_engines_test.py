@@ -49,12 +49,13 @@ def test_a_job_that_the_daemon_refuses_or_that_takes_too_long_is_told(ours: Epik
     assert len(ours.run(Job([[5, 6]], 3), 60).tokens[0]) == 3
 
 
+@pytest.mark.parametrize("cpu", ["auto", "plain"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_linears_alone_run_as_the_daemon_does(dtype: str) -> None:
+def test_linears_alone_run_as_the_daemon_does(dtype: str, cpu: str) -> None:
     program = find_binary().resolve().parents[1] / "tests" / "linears_alone"
     configuration = {
         "threads": 1, "precision": dtype, "layers": 2, "linears": [(64, 96), (96, 64)],
-        "head": (64, 256), "program": str(program),
+        "head": (64, 256), "program": str(program), "cpu": cpu,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, convert.RUNNERS / "linears.py", json.dumps(configuration)],
