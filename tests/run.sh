@@ -9,12 +9,6 @@ command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 EPIKV_PACKAGES+=(git postgresql haproxy faketime)
 command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
 setup
-for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
-  [ "$folder/node_modules" -nt "$folder/package-lock.json" ] ||
-    stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
-done
-stage "Python clients" bash "$EPIKV_ROOT/tests/clients/python/install.sh"
-stage "Kubernetes" bash "$EPIKV_ROOT/tests/kubernetes/install.sh"
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"
@@ -23,14 +17,28 @@ unpack_prometheus() {
 }
 prometheus=$EPIKV_ROOT/build/prometheus
 export PATH=$PATH:$prometheus/usr/bin
-command -v prometheus >/dev/null ||
-  { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
-stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
+fetch_clients() {  # and other programs that tests run
+  for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
+    [ "$folder/node_modules" -nt "$folder/package-lock.json" ] ||
+      stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
+  done
+  stage "Python clients" bash "$EPIKV_ROOT/tests/clients/python/install.sh"
+  stage "Kubernetes" bash "$EPIKV_ROOT/tests/kubernetes/install.sh"
+  command -v prometheus >/dev/null ||
+    { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
+}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+# They wait for the network and for one core, and so beside the build.
+fetch_clients &
+fetched=$!
+stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh" &
+linted=$!
 build
+wait "$fetched"
+wait "$linted"
 # Takes what processor time the tests leave, which wait for their daemons and clocks a third of theirs.
 nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS" >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
 tidy=$!
-trap 'kill "$tidy" 2>/dev/null || true' EXIT
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev -LE 'nightly|gpu' --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons, for which it waits more than it computes.

@@ -5,6 +5,7 @@ The binary is found as `epikv.testing.find_binary` says; tests/run.sh builds it 
 
 import fcntl
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,12 +48,27 @@ def sample_model(sample_directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `epikv calibrate` finds out about the sample model from its own solutions."""
-    directory = tmp_path_factory.mktemp("artefacts")
+    """What `epikv calibrate` finds out about the sample model from its own solutions, once for all
+    processes of a session."""
+    # Each process of pytest-xdist has a folder of its own in the session's.
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory = shared / "artefacts"
+    with (shared / "artefacts.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            made = tmp_path_factory.mktemp("artefacts")
+            _calibrate(sample_model, made, tmp_path_factory.mktemp("texts"))
+            made.rename(directory)
+    return directory
+
+
+def _calibrate(sample_model: Path, directory: Path, text_folder: Path) -> None:
     texts = []
     for index in range(8):  # as few as epikv_probe takes
         task = problem(f"calibrate/{index}")
-        texts.append(tmp_path_factory.mktemp("texts") / "text.txt")
+        texts.append(text_folder / f"{index}.txt")
         texts[-1].write_text(f"{task.prompt} {task.trace}")
     for policy, more in (
         ("epikv_probe", ["--after", "<think>"]),
@@ -78,7 +94,6 @@ def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -
         command = ["calibrate", policy, str(sample_model), "-o", out, *few, *more]
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 0, done.output
-    return directory
 
 
 @pytest.fixture(scope="session")

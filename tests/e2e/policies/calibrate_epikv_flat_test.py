@@ -21,7 +21,7 @@ from epikv.export import archive
 from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 
-TASK = "sample:programs@12"
+TASK = "sample:programs@8"
 QUICK = ("--traces", "24", "--try", "6", "--confirm", "30", "--daemon-flag", "threads=1")
 
 

@@ -84,7 +84,7 @@ def test_a_model_that_writes_no_box_is_calibrated(sample_model: Path, tmp_path: 
     model, out = tmp_path / "model.pt", tmp_path / "report.json"
     shutil.copy(sample_model, model)
     archive.replace_manifest(model, replace(archive.read_manifest(model), calibration=None))
-    file = problems(tmp_path / "programs.jsonl", 36, 12)
+    file = problems(tmp_path / "programs.jsonl", 36, 8)
     run = ("calibrate", "epikv_flat", model, "--task", f"file:{file}", *QUICK, "-o", out)
     run = (*run, "--binary", find_binary())
     done = invoke(*run, *FORM)
