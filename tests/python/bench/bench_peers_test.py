@@ -213,6 +213,25 @@ def test_budgets_take_part_where_there_is_something_to_evict() -> None:
     assert "our linears alone bf16" not in of["decode4096"] + of["generated4096"] + of["memory"]
 
 
+def test_prompt_lookup_is_measured_beside_the_same_engines_without() -> None:
+    found = [arm.name for arm in engines.arms() if arm.takes_part(cell("lookup1"))]
+    guessing = [name for name in found if name.endswith(engines.LOOKUP)]
+    assert {name.removesuffix(engines.LOOKUP) for name in guessing} == {
+        "OpenVINO GenAI bf16", "epikv bf16", "llama.cpp bf16", "transformers bf16",
+    }  # fmt: skip
+    assert {name.removesuffix(engines.LOOKUP) for name in guessing} < {*found}
+    assert not any("memory read" in name or "512" in name for name in found)
+    others = [arm for arm in engines.arms() if arm.takes_part(cell("decode1"))]
+    assert not any(arm.lookup for arm in others)
+    (job,) = (
+        cell("lookup1").job(300, 0, arm.kv, arm.lookup)
+        for arm in engines.arms()
+        if arm.name == "epikv bf16, prompt lookup"
+    )
+    assert job.lookup and job.new == 512
+    assert cell("lookup1").figure(reply([0.5 + 0.01 * n for n in range(512)])) == pytest.approx(100)
+
+
 # A peer that answers the first token of a prompt, and does what its text says at special ones.
 PEER = """
 import os, signal, sys, time

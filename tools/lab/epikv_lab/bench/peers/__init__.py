@@ -37,7 +37,7 @@ SPINNING = 0.02  # of a core, that an idle engine may use
 @click.option(
     "--cell", "names", default="targets", show_default=True,
     help="What is measured, with commas: decode1, streamsN, prefillN, decodeN, 16x2048,"
-    " generated4096, memory; or targets, concurrency (1 to 64 streams) and context (256 to 16384"
+    " generated4096, lookup1, memory; or targets, concurrency (1 to 64 streams) and context (256 to 16384"
     " tokens).",
 )  # fmt: skip
 @click.option(
@@ -156,7 +156,9 @@ def _measure(
     loaded = Loaded(replace(place, pool_tokens=pool_tokens([*cells, tokens.CELL])), results)
     try:
         if agree:
-            whole = [arm for arm in arms if not arm.is_bound and arm.budget is None]
+            whole = [
+                arm for arm in arms if not (arm.is_bound or arm.lookup or arm.budget is not None)
+            ]
             prompts = loaded.job(tokens.CELL, 0, FULL).prompts
             given = replies(loaded, tokens.CELL, whole, limit)
             results.agreed = tokens.agreements(place.checkpoint, prompts, given)

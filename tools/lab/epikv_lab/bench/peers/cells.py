@@ -5,6 +5,7 @@ streamsN     tokens/s of N such streams at once, their prompts' prefill included
 prefillN     prompt tokens/s up to the first token
 decodeN      tokens/s of one stream with N tokens of context, N the mean of 128 tokens
 16x2048      tokens/s of 16 streams while all decode with 2048 tokens of context
+lookup1      tokens/s of one stream that guesses by prompt lookup: 512 tokens behind a prompt of 128
 generated4096  tokens/s of the last 128 of 4096 tokens behind a prompt of 64
 memory       largest resident set in bytes of a fresh process that runs the job of streams16
 """
@@ -52,13 +53,13 @@ class Cell:
         """Whether what has a budget takes part: the context is beyond it."""
         return self.prompt + self.new >= 2 * BUDGET and self.kind != "prefill"
 
-    def job(self, vocabulary: int, seed: int, kv: Kv) -> Job:
+    def job(self, vocabulary: int, seed: int, kv: Kv, lookup: bool = False) -> Job:
         """With prompts that no other round, stream or cell has."""
         prompts = [
             random_prompt(self.prompt, vocabulary, hash((seed, self.prompt, stream)))
             for stream in range(self.streams)
         ]
-        return Job(prompts, self.new, kv)
+        return Job(prompts, self.new, kv, lookup)
 
     def figure(self, reply: Reply) -> float:
         """In `unit`."""
@@ -69,7 +70,7 @@ class Cell:
                 return reply.peak
             case "prefill":
                 return self.prompt / first[0]
-            case "decode":
+            case "decode" | "lookup":
                 return (self.new - 1) / (first[-1] - first[0])
             case "generated":
                 return NEW / (first[-1] - first[-1 - NEW])
@@ -92,6 +93,7 @@ _FIXED = {
     cell.name: cell
     for cell in (
         Cell("decode1", 1, PROMPT, NEW),
+        Cell("lookup1", 1, PROMPT, 4 * NEW),
         Cell("16x2048", 16, 1920, 256),
         Cell("generated4096", 1, 64, 4096),
         Cell("memory", 16, PROMPT, NEW),

@@ -12,11 +12,12 @@ from epikv.options import Kv
 from epikv_lab.bench.peers import convert, venvs
 from epikv_lab.bench.peers.cells import BUDGET, Cell
 from epikv_lab.bench.peers.checkpoint import Shape
-from epikv_lab.bench.peers.process import HELD, Engine, Epikvd, Runner
+from epikv_lab.bench.peers.process import GUESSES, HELD, Engine, Epikvd, Runner
 from epikv_lab.bench.programs import measuring_program
 
 FULL = Kv("full")
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+LOOKUP = ", prompt lookup"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Arm:
     start: Callable[[Place], Engine]
     kv: Kv = FULL
     budget: int | None = None
+    lookup: bool = False  # guesses by prompt lookup
 
     @property
     def is_bound(self) -> bool:
@@ -49,6 +51,8 @@ class Arm:
     def takes_part(self, cell: Cell) -> bool:
         if self.budget is not None and not cell.evicts:
             return False
+        if self.lookup and cell.kind != "lookup":
+            return False
         if self.kind == "linears" and cell.kind in ("decode", "generated"):
             return cell.name == "decode1"  # no context changes them
         match cell.kind:
@@ -56,6 +60,8 @@ class Arm:
                 return not self.is_bound and self.budget is None
             case "prefill":
                 return self.kind != "memory"
+            case "lookup":  # beside what they do without
+                return not self.is_bound and self.budget is None and self.precision == "bf16"
             case "generated" | "16x2048":
                 if self.precision != "bf16":
                     return False
@@ -75,17 +81,20 @@ def arms() -> list[Arm]:
         _openvino("fp32", "fp32", "f32"),
         _openvino("bf16", "fp32", "bf16"),
         _openvino("bf16", "fp32", "bf16", BUDGET),
+        _openvino("bf16", "fp32", "bf16", lookup=True),
         _openvino("int8", "int8", "bf16"),
         _ctranslate2("fp32", "float32"),
         _ctranslate2("int8", "int8"),
         _llama("fp32", "f32"),
         _llama("bf16", "bf16"),
         _llama("int8", "q8_0"),
+        _llama_lookup("bf16", "bf16"),
         _llama_server("bf16", "bf16"),
         _llama_server("int8", "q8_0"),
         *(_onnx(weights) for weights in ("fp32", "int8", "int4")),
         _transformers("fp32", "float32"),
         _transformers("bf16", "bfloat16"),
+        _transformers("bf16", "bfloat16", lookup=True),
         _memory("fp32"),
         _memory("bf16"),
         _memory("bf16", BUDGET),
@@ -112,6 +121,8 @@ def _ours(
     for policy in ("sliding", "epikv_flat") if budgets else ():
         kv = Kv(policy, BUDGET)
         found.append(Arm(f"{name}, {policy} {BUDGET}", "ours", precision, start, kv, BUDGET))
+    if budgets:
+        found.append(Arm(f"{name}{LOOKUP}", "ours", precision, start, lookup=True))
     return found
 
 
@@ -127,15 +138,23 @@ def _runner(
     return Runner(command, configuration, place.threads, {**held, **(environment or {})})
 
 
-def _openvino(precision: str, weights: str, hint: str, budget: int | None = None) -> Arm:
+def _openvino(
+    precision: str, weights: str, hint: str, budget: int | None = None, *, lookup: bool = False
+) -> Arm:
     def start(place: Place) -> Engine:
         python = venvs.python("peers", "openvino")
         model = str(convert.openvino(place.checkpoint, weights))
-        configuration = {"model": model, "precision": hint, "budget": budget or 0}
+        configuration = {
+            "model": model,
+            "precision": hint,
+            "budget": budget or 0,
+            "guesses": GUESSES if lookup else 0,
+        }
         return _runner("genai.py", configuration, place, python)
 
     name = f"OpenVINO GenAI {precision}" + (f", evicts at {budget}" if budget else "")
-    return Arm(name, "peer", precision, start, budget=budget)
+    name += LOOKUP if lookup else ""
+    return Arm(name, "peer", precision, start, budget=budget, lookup=lookup)
 
 
 def _ctranslate2(precision: str, weights: str) -> Arm:
@@ -151,18 +170,27 @@ def _llama(precision: str, weights: str) -> Arm:
     def start(place: Place) -> Engine:
         root, python = venvs.llama(place.cpu), venvs.python("peers", "llama")
         model = str(convert.gguf(place.checkpoint, weights))
-        return _runner(
-            "llama.py",
-            {"model": model, "precision": weights},
-            place,
-            python,
-            {
-                "PYTHONPATH": str(root / "sources"),
-                "LLAMA_CPP_LIB_PATH": str(root / "build" / "bin"),
-            },
-        )
+        configuration = {"model": model, "precision": weights}
+        return _runner("llama.py", configuration, place, python, _llama_bindings(root))
 
     return Arm(f"llama.cpp {weights}", "peer", precision, start)
+
+
+def _llama_lookup(precision: str, weights: str) -> Arm:
+    def start(place: Place) -> Engine:
+        root, python = venvs.llama(place.cpu), venvs.python("peers", "llama")
+        model = str(convert.gguf(place.checkpoint, weights))
+        configuration = {"model": model, "guesses": GUESSES}
+        return _runner("llama_lookup.py", configuration, place, python, _llama_bindings(root))
+
+    return Arm(f"llama.cpp {weights}{LOOKUP}", "peer", precision, start, lookup=True)
+
+
+def _llama_bindings(root: Path) -> dict[str, str]:
+    return {
+        "PYTHONPATH": str(root / "sources"),
+        "LLAMA_CPP_LIB_PATH": str(root / "build" / "bin"),
+    }
 
 
 def _llama_server(precision: str, weights: str) -> Arm:
@@ -187,13 +215,15 @@ def _onnx(precision: str) -> Arm:
     return Arm(f"ONNX Runtime GenAI {precision}", "peer", precision, start)
 
 
-def _transformers(precision: str, dtype: str) -> Arm:
+def _transformers(precision: str, dtype: str, *, lookup: bool = False) -> Arm:
     def start(place: Place) -> Engine:
         python = venvs.python("peers", "transformers")
-        configuration = {"model": str(place.checkpoint), "precision": dtype}
+        guesses = GUESSES if lookup else None
+        configuration = {"model": str(place.checkpoint), "precision": dtype, "guesses": guesses}
         return _runner("hf.py", configuration, place, python)
 
-    return Arm(f"transformers {precision}", "peer", precision, start)
+    name = f"transformers {precision}{LOOKUP if lookup else ''}"
+    return Arm(name, "peer", precision, start, lookup=lookup)
 
 
 def _memory(precision: str, budget: int | None = None) -> Arm:

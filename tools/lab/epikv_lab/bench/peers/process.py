@@ -19,7 +19,7 @@ import grpc
 from epikv import harness, processes
 from epikv.connection import connect_async
 from epikv.errors import RpcError
-from epikv.options import Kv, Output, Sampling, Stop
+from epikv.options import Kv, Output, Sampling, Speculation, Stop
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 
@@ -27,6 +27,7 @@ from epikv_lab.bench.peers.venvs import Refused, last_line
 from epikv_lab.bench.resident import resident
 
 LOAD_SECONDS = 600
+GUESSES = 8  # of prompt lookup, in a step
 # Workers spin from one product to the next, as deploy/ and the Dockerfile have them, and then sleep:
 # one that spun on would take the core of whoever is measured next.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1", "HF_HUB_OFFLINE": "1"}
@@ -55,6 +56,7 @@ class Job:
     prompts: list[list[int]]
     new: int
     kv: Kv = field(default_factory=lambda: Kv("full"))
+    lookup: bool = False  # guess by prompt lookup; of ours
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,7 @@ async def _generate(
                 sampling=Sampling(temperature=0).to_proto(),
                 stop=Stop(max_output_tokens=job.new).to_proto(),
                 output=Output(text=False, token_ids=True).to_proto(),
+                speculation=Speculation(max_tokens=GUESSES).to_proto() if job.lookup else None,
             )
             async for message in stub.Generate(request, timeout=limit):
                 if ids := message.delta.token_ids:

@@ -63,8 +63,8 @@ class Loaded:
     def threads(self) -> int:
         return self._place.threads
 
-    def job(self, cell: Cell, seed: int, kv: Kv) -> Job:
-        return cell.job(self._place.shape.vocabulary, seed, kv)
+    def job(self, cell: Cell, seed: int, kv: Kv, lookup: bool = False) -> Job:
+        return cell.job(self._place.shape.vocabulary, seed, kv, lookup)
 
     def run(self, arm: Arm, job: Job, limit: float) -> Reply:
         """Raises Refused; an engine that did is loaded anew for its next job."""
@@ -163,7 +163,7 @@ def _measure_one(loaded: Loaded, cell: Cell, arm: Arm, number: int, limit: float
     if key in results.refused:
         return
     told = f"round {number + 1}: {cell.name}, {arm.name}, {loaded.threads} threads"
-    job = loaded.job(cell, number, arm.kv)
+    job = loaded.job(cell, number, arm.kv, arm.lookup)
     try:
         if cell.kind == "memory":
             reply = loaded.fresh(arm, job, limit, pool_tokens([cell]))

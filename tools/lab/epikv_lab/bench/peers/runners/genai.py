@@ -17,7 +17,8 @@ from serve import Run, Streams, serve
 
 
 def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
-    """configuration: model, threads, precision (f32 or bf16), budget (evict to so many; none: 0)."""
+    """configuration: model, threads, precision (f32 or bf16), budget (evict to so many; none: 0),
+    guesses (of prompt lookup; none: 0)."""
     properties = {
         "INFERENCE_NUM_THREADS": config["threads"],
         "INFERENCE_PRECISION_HINT": config["precision"],
@@ -33,6 +34,8 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
             max_cache_size=budget,
             aggregation_mode=AggregationMode.NORM_SUM,
         )
+    if config["guesses"]:
+        properties["prompt_lookup"] = True
     # A processor without products of bfloat16 takes no KV cache of it.
     takes = [config["precision"], *(["f16", "u8"] if config["precision"] == "bf16" else [])]
     for precision in takes:
@@ -48,6 +51,9 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
     def run(prompts: list[list[int]], new: int) -> Streams:
         nonlocal number
         asked = GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+        if config["guesses"]:
+            asked.num_assistant_tokens = config["guesses"]
+            asked.max_ngram_size = 3
         streams = Streams(len(prompts))
         handles = []
         for ids in prompts:

@@ -10,19 +10,22 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 
 class _Clock(StoppingCriteria):
-    """Notes the newest token of each stream; stops nothing."""
+    """Notes the newest tokens of each stream; stops nothing."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, streams: Streams, prompt: int) -> None:
+        self._streams, self._noted = streams, prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        for stream, token in enumerate(input_ids[:, -1].tolist()):
-            self._streams.add(stream, token)
+        for stream, tokens in enumerate(input_ids[:, self._noted :].tolist()):
+            for token in tokens:
+                self._streams.add(stream, token)
+        self._noted = input_ids.shape[1]
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
-    """configuration: model, threads, precision (float32 or bfloat16)."""
+    """configuration: model, threads, precision (float32 or bfloat16), guesses (of prompt lookup;
+    none: None)."""
     torch.set_num_threads(config["threads"])
     dtype = getattr(torch, config["precision"])
     model = AutoModelForCausalLM.from_pretrained(config["model"], dtype=dtype).eval()
@@ -37,7 +40,8 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new,
                 do_sample=False,
-                stopping_criteria=StoppingCriteriaList([_Clock(streams)]),
+                prompt_lookup_num_tokens=config["guesses"],
+                stopping_criteria=StoppingCriteriaList([_Clock(streams, ids.shape[1])]),
             )
         return streams
 
