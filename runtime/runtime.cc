@@ -25,6 +25,7 @@
 #include "runtime/base/scalar_type.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/executor/executor.h"
+#include "runtime/executor/model_drafter.h"
 #include "runtime/forward/device.h"
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/tier_store.h"
@@ -202,7 +203,68 @@ std::string DescribeRecording(const Executor& executor, const absl::Status& reco
   return absl::StrCat("decode steps are not recorded: ", why);
 }
 
+// Of K and V.
+int64_t TokenBytes(const Manifest& manifest, PolicyCatalog catalog, KvDType stored) {
+  return Admission(manifest, catalog, {.kv_dtype = stored}).kv_bytes_per_token();
+}
+
 std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
+
+AttentionShape AttentionOf(const Manifest& manifest, KvDType stored) {
+  const ModelShape shape = ShapeOf(manifest);
+  return {.num_heads = shape.num_heads,
+          .num_kv_heads = shape.num_kv_heads,
+          .key_width = shape.key_width,
+          .value_width = shape.value_width,
+          .scale = manifest.layers.front().scale,
+          .dtype = ScalarTypeOf(manifest.dtype),
+          .stored = stored};
+}
+
+// The draft of RuntimeOptions::draft_model; null: none is asked for.
+absl::StatusOr<std::unique_ptr<Model>> LoadDraft(const RuntimeOptions& options,
+                                                 const Model& model) {
+  if (options.draft_model.empty()) return nullptr;
+  absl::StatusOr<std::unique_ptr<Model>> draft = LoadTorchScript(options.draft_model);
+  absl::Status status = draft.ok() ? CheckSupported((*draft)->manifest()) : draft.status();
+  if (status.ok() && (*draft)->tokenizer_json() != model.tokenizer_json()) {
+    status = absl::FailedPreconditionError("its tokenizer is not the model's");
+  }
+  if (status.ok()) return draft;
+  return absl::Status(status.code(),
+                      absl::StrCat("draft model ", options.draft_model, ": ", status.message()));
+}
+
+// With a KV pool of so many tokens. Runs it once, so that no request pays for first calls.
+absl::StatusOr<std::unique_ptr<Drafter>> NewDrafter(std::unique_ptr<Model> draft, int64_t tokens,
+                                                    const RuntimeOptions& options,
+                                                    int64_t vocab_size,
+                                                    std::vector<std::string>& description) {
+  constexpr int64_t kFirstPrompt = 8;
+  const Manifest& manifest = draft->manifest();
+  const ModelShape shape = ShapeOf(manifest);
+  std::vector<std::string> measured;
+  const auto kernels =
+      ChooseKernels(AttentionOf(manifest, KvDType::kModel), RuntimeOptions(), measured);
+  if (!kernels.ok()) return kernels.status();
+  description.push_back(absl::StrCat("draft model ", manifest.name, ", weights ",
+                                     Megabytes(draft->weight_bytes()), ", KV cache of ", tokens,
+                                     " tokens"));
+  auto drafter = std::make_unique<ModelDrafter>(
+      std::move(draft),
+      ModelDrafterOptions{.pool_rows = tokens * shape.num_layers * shape.num_kv_heads,
+                          .vocab_size = vocab_size,
+                          .decode_kernel = kernels->decode,
+                          .prefill_kernel = kernels->prefill});
+  const SequenceId first{-1};
+  const std::vector<int32_t> prompt(kFirstPrompt);
+  if (drafter->Open(first, prompt, 2 * kFirstPrompt)) {
+    const DraftItem item{.id = first, .tokens = prompt, .most = kFirstPrompt};
+    drafter->Guess({&item, 1}, kFirstPrompt);
+    drafter->Close(first);
+  }
+  return drafter;
+}
 
 }  // namespace
 
@@ -226,6 +288,9 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   const absl::StatusOr<at::Device> device = OpenDevice(options.device);
   if (!device.ok()) return device.status();
   const bool on_gpu = !device->is_cpu();
+  if (on_gpu && !options.draft_model.empty()) {
+    return absl::InvalidArgumentError("a draft model works on the CPU only");
+  }
   loaded.device = options.device;
   loaded.threads = options.threads > 0 ? options.threads : std::max<int64_t>(1, CpuQuota() - 1);
   at::set_num_threads(static_cast<int>(loaded.threads));
@@ -260,12 +325,24 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   if (!known.ok()) return known.status();
   if (on_gpu) PlaceGatesOn(*device, *known);
   loaded.shape = *std::move(known);
+  absl::StatusOr<std::unique_ptr<Model>> draft = LoadDraft(options, **model);
+  if (!draft.ok()) return draft.status();
+  int64_t draft_token_bytes = 0;
+  if (*draft != nullptr) {
+    loaded.draft_model = (*draft)->manifest().name;
+    loaded.weight_bytes += (*draft)->weight_bytes();
+    draft_token_bytes = TokenBytes((*draft)->manifest(), loaded.policies, KvDType::kModel);
+  }
 
   progress("reserving memory");
   loaded.scratch_bytes = MeasureScratch(
       **model, options.deterministic ? kDeterministicRows
                                      : MostStepTokens({.max_step_tokens = options.max_step_tokens},
                                                       options.max_running_requests));
+  if (*draft != nullptr) {  // the two run one after the other
+    const int64_t rows = std::max(options.max_step_tokens, options.max_running_requests);
+    loaded.scratch_bytes = std::max(loaded.scratch_bytes, MeasureScratch(**draft, rows));
+  }
   loaded.tier_capacity_bytes = options.kv_tier_bytes;
   const int64_t tier_memory = options.kv_tier_dir.empty() ? options.kv_tier_bytes : 0;
   if (options.kv_tier_bytes > 0) {
@@ -275,21 +352,25 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   const int64_t available =
       on_gpu ? FreeGpuBytes(*device)
              : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes - tier_memory, 0);
-  if (options.kv_pool_bytes > available) {
-    return absl::FailedPreconditionError(absl::StrCat("--kv_pool_bytes is ", options.kv_pool_bytes,
-                                                      ", but only ", available,
-                                                      " bytes of memory are available"));
+  const int64_t token_bytes = TokenBytes(loaded.manifest, loaded.policies, options.kv_dtype);
+  // A draft has room for as many tokens.
+  const double own_share =
+      static_cast<double>(token_bytes) / static_cast<double>(token_bytes + draft_token_bytes);
+  const auto most = static_cast<int64_t>(own_share * static_cast<double>(available));
+  if (options.kv_pool_bytes > most) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "--kv_pool_bytes is ", options.kv_pool_bytes, ", but only ", most,
+        " bytes of memory are available", *draft == nullptr ? "" : " beside the draft's cache"));
   }
   loaded.kv_capacity_bytes =
       options.kv_pool_bytes > 0
           ? options.kv_pool_bytes
-          : static_cast<int64_t>(options.kv_memory_share * static_cast<double>(available));
+          : static_cast<int64_t>(options.kv_memory_share * static_cast<double>(most));
   loaded.kv_dtype = options.kv_dtype;
   const Admission admission(loaded.manifest, loaded.policies,
                             {.kv_capacity_bytes = loaded.kv_capacity_bytes,
                              .kv_dtype = options.kv_dtype,
                              .prefill_chunk_tokens = options.prefill_chunk_tokens});
-  const int64_t token_bytes = admission.kv_bytes_per_token();
   const int64_t lanes = admission.shape().num_layers * admission.shape().num_kv_heads;
   const int64_t pool_rows = loaded.kv_capacity_bytes / (token_bytes / lanes);
   loaded.description.push_back(
@@ -298,14 +379,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                    token_bytes, " bytes, ", admission.kv_format().name()));
 
   if (!on_gpu) progress("measuring kernels");
-  const ModelShape& shape = admission.shape();
-  const AttentionShape attention = {.num_heads = shape.num_heads,
-                                    .num_kv_heads = shape.num_kv_heads,
-                                    .key_width = shape.key_width,
-                                    .value_width = shape.value_width,
-                                    .scale = loaded.manifest.layers.front().scale,
-                                    .dtype = ScalarTypeOf(loaded.manifest.dtype),
-                                    .stored = options.kv_dtype};
+  const AttentionShape attention = AttentionOf(loaded.manifest, options.kv_dtype);
   Kernels kernels;
   loaded.decode_kernel = loaded.prefill_kernel = "varlen";
   if (!on_gpu) {
@@ -337,6 +411,12 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                       .mass_interval = options.mass_interval,
                       .open_tier = TiersIn(options.kv_tier_dir)});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
+  if (*draft != nullptr) {
+    auto drafter = NewDrafter(*std::move(draft), loaded.kv_capacity_bytes / token_bytes, options,
+                              loaded.manifest.vocab_size, loaded.description);
+    if (!drafter.ok()) return drafter.status();
+    loaded.drafter = *std::move(drafter);
+  }
   if (on_gpu) loaded.description.push_back(DescribeRecording(*executor, recording));
   loaded.embed = [&model = executor->model()](absl::Span<const int32_t> tokens) {
     return EmbeddingOf(model, tokens);

@@ -12,6 +12,7 @@
 #include "policies/spec.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/model/manifest.h"
+#include "runtime/step/drafter.h"
 #include "runtime/step/step_executor.h"
 
 // Where torch begins: the one door from the server to what includes it.
@@ -22,6 +23,8 @@ struct RuntimeOptions {
   std::string model_path;  // file that `epikv export` wrote
   // Folder of files that `epikv calibrate` wrote for this model: all of its *.json; empty: none.
   std::string artefact_dir;
+  // File of a smaller model that guesses for requests of GuessSource::kDraft; empty: none.
+  std::string draft_model;
   std::string device = "cpu";     // where it runs: "cpu", "cuda"
   int64_t threads = 0;            // of the engine; 0: CPU quota minus one, at least one
   int64_t kv_pool_bytes = 0;      // 0: kv_memory_share of what is left after weights and scratch
@@ -50,6 +53,8 @@ struct LoadedModel {
   std::string chat_template_json;
   PolicyCatalog policies;  // of this build
   std::unique_ptr<StepExecutor> executor;
+  std::unique_ptr<Drafter> drafter;  // null: there is no draft model
+  std::string draft_model;           // its name
   // EmbeddingOf this model's. Any thread, while the executor lives.
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;
   int64_t kv_capacity_bytes = 0, tier_capacity_bytes = 0;

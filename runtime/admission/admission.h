@@ -35,6 +35,7 @@ struct AdmissionLimits {
   int64_t max_round_pairs = 4'000'000'000;
   // Keys are turned at every step for those who ask: not on a device.
   bool turns_keys = true;
+  bool drafts = false;  // there is a draft model
   RequestDefaults defaults;
 };
 

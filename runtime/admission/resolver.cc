@@ -504,6 +504,9 @@ void Resolver::ResolveReads(int64_t longest) {
 // end with it and go, on what a step changes in its sequence. And none where each row would turn
 // all keys.
 void Resolver::ResolveGuesses() {
+  if (options_.guess_source == GuessSource::kDraft && !admission_.limits().drafts) {
+    violations_.Add("speculation.source", "is DRAFT, and this model has no draft model");
+  }
   const KvOptions& kv = options_.kv;
   const PolicyTraits& traits = request_.traits;
   const bool by_text =
@@ -514,6 +517,7 @@ void Resolver::ResolveGuesses() {
   const bool on_gpu = !admission_.limits().turns_keys;
   if (by_text || by_step || turns || on_gpu || !options_.forced.empty()) return;
   request_.guess_tokens = options_.guess_tokens;
+  request_.guess_source = options_.guess_source;
 }
 
 // A request that evicts nothing needs none. On a CPU, where rows of the pool can be written.

@@ -36,9 +36,10 @@ void Quietly(Work work) {
 
 Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
                const Tokenizer& tokenizer, EngineObserver& observer,
-               std::function<absl::Time()> now)
+               std::function<absl::Time()> now, std::unique_ptr<Drafter> drafter)
     : options_(std::move(options)),
       executor_(std::move(executor)),
+      drafter_(std::move(drafter)),
       tokenizer_(tokenizer),
       observer_(observer),
       now_(std::move(now)),
@@ -168,7 +169,7 @@ bool Engine::Step(absl::Duration waited) {
   std::vector<Sequence*> sequences;
   std::vector<WorkItem> items = PlanStep(running_, sequences);
   const size_t planned = items.size();
-  AddGuesses(items, sequences);
+  AddGuesses(items, sequences, clock);
   clock.Charge(Stage::kSchedule);
   if (items.empty()) {
     const bool idled = idles() && StepIdle();
@@ -202,7 +203,7 @@ bool Engine::Step(absl::Duration waited) {
                   .mean = static_cast<double>(done.told) / static_cast<double>(done.streams)};
   }
   pace_.OnStep(waited + took, done.read, done.told, per_stream);
-  if (done.read == 0) step_cost_.OnStep(std::ssize(items), took);
+  if (done.read == 0) step_cost_.OnStep(std::ssize(items), took - step.wall[int(Stage::kDraft)]);
   step.sequences = static_cast<int64_t>(planned);
   clock.ChargeTotal();
   Report(step);
@@ -403,7 +404,7 @@ void Engine::Open(Sequence& s) {
   absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
   s.cached = *cached;
-  s.guess_record = guess_record_;
+  s.guess_record = RecordOf(s);
   s.from_prefix = *cached - s.request.packet_tokens;
   if (s.from_prefix > 0) {  // as if it had come so far itself
     const CacheFacts facts = executor_->Facts(s.id);
@@ -827,6 +828,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   CacheFacts facts;
   int64_t packed_bytes = 0;
   std::shared_ptr<const Packet> packet;
+  if (s.drafts.value_or(false)) drafter_->Close(s.id);
   if (s.open) {  // first of all: what is told of it may not fit into memory
     if (s.request.output.packet && status.ok()) {
       Quietly([&] { packet = executor_->Export(s.id, absl::MakeSpan(s.tokens).first(s.cached)); });

@@ -18,6 +18,7 @@
 #include "runtime/engine/observer.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/request/request.h"
+#include "runtime/step/drafter.h"
 #include "runtime/step/step_executor.h"
 #include "runtime/text/tokenizer.h"
 
@@ -46,9 +47,11 @@ struct Sequence;   // sequence.h
 // Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
 class Engine {
  public:
-  // `tokenizer` and `observer` outlive the engine. now: the clock, for tests.
+  // `tokenizer` and `observer` outlive the engine. now: the clock, for tests. drafter: for requests
+  // of GuessSource::kDraft; null: there are none.
   Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor, const Tokenizer& tokenizer,
-         EngineObserver& observer, std::function<absl::Time()> now = SteadyNow);
+         EngineObserver& observer, std::function<absl::Time()> now = SteadyNow,
+         std::unique_ptr<Drafter> drafter = nullptr);
   ~Engine();
 
   // Queues a request. Its sink hears from Step, or from Cancel.
@@ -109,9 +112,33 @@ class Engine {
   std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
                                  std::vector<Sequence*>& sequences);
   // Adds to a step what its sequences guess, behind its items: first all that are one ahead.
-  void AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences);
-  // Guesses at what a decoding sequence says next, as far as one step may run them.
-  std::vector<int32_t> GuessesOf(const Sequence& sequence, const WorkItem& work) const;
+  void AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences,
+                  StageClock& clock);
+  // Guesses that one step may run behind a decoding sequence's item, at most.
+  int64_t MostGuesses(const Sequence& sequence, const WorkItem& work) const;
+  // The drafter has the sequence open, or takes it now.
+  bool Drafts(Sequence& sequence);
+  // The drafter has failed: the sequence looks its guesses up from now on.
+  void EndDraft(Sequence& sequence);
+  struct Drafting {
+    Sequence* sequence = nullptr;
+    int64_t most = 0;  // guesses
+    std::vector<int32_t>* guesses = nullptr;
+  };
+  // Of a step without its guesses.
+  struct StepRows {
+    int64_t rows = 0, decoding = 0;  // all, and those that give a token each
+    int64_t room = 0;                // for guesses
+    int64_t unused = 0;              // of max_step_tokens
+  };
+  void AskDrafter(absl::Span<const Drafting> drafts, const StepRows& step);
+  // Of the guesses that there were, the step runs none, as they cannot be.
+  static void OnUnused(Sequence& sequence);
+  // As far as one step may run them: up to what ends the output, or starts a round.
+  void CutGuesses(const Sequence& sequence, const WorkItem& work,
+                  std::vector<int32_t>& guesses) const;
+  // Of all requests that guess as it does.
+  GuessRecord& RecordOf(const Sequence& sequence);
   // How many of its guesses the sequence's constraint allows, as far as `work` of the step lets one
   // see.
   int64_t AllowedGuesses(Sequence& sequence, absl::Span<const int32_t> guesses,
@@ -174,6 +201,7 @@ class Engine {
 
   const EngineOptions options_;
   const std::unique_ptr<StepExecutor> executor_;
+  const std::unique_ptr<Drafter> drafter_;
   const Tokenizer& tokenizer_;
   EngineObserver& observer_;
   const std::function<absl::Time()> now_;
@@ -189,9 +217,10 @@ class Engine {
   EngineObserver nobody_;
   PaceMeter pace_;
   StepCost step_cost_;
-  GuessRecord guess_record_;  // of all requests
+  GuessRecord guess_record_, draft_record_;  // of all requests: of looking up, and of the drafter
   Outlook outlook_;
   int64_t next_id_ = 0, steps_ = 0;
+  int64_t drafts_left_out_ = 0;  // steps without drafts, as they do not pay
 };
 
 }  // namespace epikv

@@ -16,6 +16,8 @@ constexpr double kKept = 0.995, kPriorShare = 0.03, kPriorWeight = 2;
 // What a row costs at least; and what a step counts at most, of what was expected of it: the
 // process may have stood still.
 constexpr double kLeastShare = 0.005, kMostOfExpected = 8;
+// What one guess more of a draft is taken to be of a step before both were measured.
+constexpr double kPriorDraft = 0.1;
 // By how much a step grows for some of its sequences alone.
 constexpr double kForOthers = 0.1;
 
@@ -57,6 +59,37 @@ double StepCost::Expected(double rows) const {
 double StepCost::ShareOfRow(int64_t rows) const {
   if (weight_ == 0 || seconds_ <= 0) return kPriorShare;
   return std::max(Slope() / Expected(static_cast<double>(rows)), kLeastShare);
+}
+
+std::optional<double> StepCost::ShareOf(absl::Duration time, int64_t rows) const {
+  if (weight_ == 0 || seconds_ <= 0) return std::nullopt;
+  return absl::ToDoubleSeconds(time) / Expected(static_cast<double>(rows));
+}
+
+int64_t PlanDrafts(absl::Span<const double> chances, int64_t rows, int64_t decoding, int64_t most,
+                   int64_t room, absl::Duration guess_time, const StepCost& cost) {
+  // In units of the step without guesses.
+  const double draft = guess_time == absl::ZeroDuration()
+                           ? kPriorDraft
+                           : cost.ShareOf(guess_time, rows).value_or(kPriorDraft);
+  const double each = draft + static_cast<double>(chances.size()) * cost.ShareOfRow(rows);
+  std::vector<double> comes(chances.begin(), chances.end());  // that all guesses so far come true
+  const auto count = static_cast<int64_t>(chances.size());
+  most = std::min(most, room / count);
+  if (decoding > count) most = std::min(most, static_cast<int64_t>(kForOthers / each));
+  auto tokens = static_cast<double>(decoding);
+  double time = 1;
+  for (int64_t depth = 0; depth < most; ++depth) {
+    double more = 0;
+    for (size_t i = 0; i < comes.size(); ++i) {
+      more += comes[i];
+      comes[i] *= chances[i];
+    }
+    if (more / tokens <= each / time) return depth;
+    tokens += more;
+    time += each;
+  }
+  return most;
 }
 
 std::vector<int64_t> PlanGuesses(absl::Span<const Guesses> guesses, int64_t rows, int64_t decoding,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -36,6 +37,8 @@ class StepCost {
   void OnStep(int64_t rows, absl::Duration took);
   // Of a step of so many rows.
   double ShareOfRow(int64_t rows) const;
+  // Of such a step, what so long a time is; absent: no step was measured.
+  std::optional<double> ShareOf(absl::Duration time, int64_t rows) const;
   // Whether a guess of this chance may be worth a row beside so many that decode.
   bool MayPay(double chance, int64_t decoding) const {
     return chance > static_cast<double>(decoding) * ShareOfRow(decoding);
@@ -54,6 +57,14 @@ struct Guesses {
   int64_t count = 0;  // that there are
   double chance = 0;  // GuessRecord
 };
+
+// How far a draft guesses ahead (Drafter), of sequences whose guesses come true with these chances:
+// as long as the tokens that one guess more of each may give are more of all than the time that
+// drafting and running them takes is of the step's; at most `most`, and no more in all than `room`.
+// While others decode it takes a tenth of the step at most. rows, decoding: of the step without
+// guesses. guess_time: Drafter's.
+int64_t PlanDrafts(absl::Span<const double> chances, int64_t rows, int64_t decoding, int64_t most,
+                   int64_t room, absl::Duration guess_time, const StepCost& cost);
 
 // How many of each sequence's guesses a step takes, so that its tokens come soonest: a row is added
 // while the tokens that it may give are more of all than the time that it takes is of the step's.

@@ -49,6 +49,7 @@ struct Sequence {
   bool guesses_hold = false;  // what was run ahead is what running it alone would be
   int64_t looks_rest = 0;     // steps without guesses: to look at what may follow them is dear
   GuessRecord guess_record;
+  std::optional<bool> drafts;  // Drafter has it open; absent: it was not asked yet
   int64_t guessed_tokens = 0, accepted_tokens = 0;  // that ran ahead, and came true
   bool open = false;                                // holds KV
   bool finished = false;

@@ -6,7 +6,6 @@
 #include <exception>
 #include <iterator>
 #include <limits>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -313,22 +312,7 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   for (const WorkItem& work : items) {
     StepItem item = ItemOf(work);
     const SequenceCache& cache = item.sequence->cache;
-    for (int64_t t = 0; t < cache.num_tables(); ++t) {
-      item.slots.push_back(cache.NextSlot(t, work.ahead));
-      item.positions.push_back(cache.NextPosition(t) + work.ahead);
-      if (item.positions.back() + item.num_rows() > model_->manifest().context_length) {
-        throw std::logic_error("a token lies beyond the context");
-      }
-    }
-    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
-      for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
-        item.used.push_back(
-            cache.UsedAfter(cache.TableOf(layer, head), work.ahead + item.num_rows()));
-        if (item.used.back() > cache.capacity(layer, head)) {
-          throw std::logic_error("a lane has no room for its next token");
-        }
-      }
-    }
+    Place(item, shape_, model_->manifest().context_length);
     if (item.wants_attention_rows()) {
       item.sequence->RowsOf(work.ahead).Resize(item.used);
     }

@@ -94,6 +94,10 @@ struct ThinkingMarks {
 // deterministic mode has room for.
 inline constexpr int64_t kMostGuesses = 15;
 
+// Where guesses come from: from what prompt and output have said before (LookUpPrompt), or from a
+// smaller model (Drafter).
+enum class GuessSource { kPrompt, kDraft };
+
 // What a client asks for.
 struct RequestOptions {
   std::string id;
@@ -115,9 +119,10 @@ struct RequestOptions {
   std::string arm = "none";  // of experiments; told in series, means nothing here
   // Scoring: these tokens are forced instead of sampled, and their log-probabilities returned.
   std::vector<int32_t> forced;
-  // Tokens that are guessed from what came before, and run in one step with the newest, at most. 0:
-  // none. It changes when tokens come, not which.
+  // Tokens that are guessed, and run in one step with the newest, at most. 0: none. It changes when
+  // tokens come, not which.
   int64_t guess_tokens = 0;
+  GuessSource guess_source = GuessSource::kPrompt;
   bool force_in_chunks =
       false;  // with the prompt, in prefill chunks; only where nothing is evicted
   absl::Time arrival = absl::InfinitePast();
@@ -194,6 +199,7 @@ struct Request {
   int64_t min_output_tokens = 0;  // none of these ends the request
   bool ignore_end = false;
   int64_t guess_tokens = 0;
+  GuessSource guess_source = GuessSource::kPrompt;
   OutputOptions output;
   std::optional<AnswerFormat> answer;
   std::optional<ThinkingMarks> thinking;

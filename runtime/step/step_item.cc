@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "policies/steering.h"
@@ -17,6 +18,26 @@ const Gate* GateOf(const StepItem& item) {
 }
 
 }  // namespace
+
+void Place(StepItem& item, const ModelShape& shape, int64_t context_length) {
+  const SequenceCache& cache = item.sequence->cache;
+  const int64_t ahead = item.work->ahead;
+  for (int64_t t = 0; t < cache.num_tables(); ++t) {
+    item.slots.push_back(cache.NextSlot(t, ahead));
+    item.positions.push_back(cache.NextPosition(t) + ahead);
+    if (item.positions.back() + item.num_rows() > context_length) {
+      throw std::logic_error("a token lies beyond the context");
+    }
+  }
+  for (int64_t layer = 0; layer < shape.num_layers; ++layer) {
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      item.used.push_back(cache.UsedAfter(cache.TableOf(layer, head), ahead + item.num_rows()));
+      if (item.used.back() > cache.capacity(layer, head)) {
+        throw std::logic_error("a lane has no room for its next token");
+      }
+    }
+  }
+}
 
 bool ReadsArgmax(const StepItem& item) {
   const OutputOptions& output = item.sequence->request.output;

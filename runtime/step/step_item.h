@@ -241,6 +241,10 @@ struct StepItem {
   }
 };
 
+// Says where in its sequence's cache the item's tokens go, and what they attend to. Throws where
+// they do not fit.
+void Place(StepItem& item, const ModelShape& shape, int64_t context_length);
+
 // Whether its outputs are the likeliest tokens of its rows, and nothing else of them is read.
 bool ReadsArgmax(const StepItem& item);
 

@@ -12,6 +12,7 @@ namespace epikv {
 // Where a step's time went. CPU: of the engine thread.
 enum class Stage {
   kSchedule,
+  kDraft,
   kForward,
   kAttention,  // the operator: a part of kForward. No CPU time: reading it costs a system call
   kTaps,       // a part of kForward
@@ -20,7 +21,7 @@ enum class Stage {
   kObserve,
   kEvict,
 };
-inline constexpr int kNumStages = 8;
+inline constexpr int kNumStages = 9;
 
 struct StepStats {
   int64_t prefill_tokens = 0;

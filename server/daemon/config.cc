@@ -14,6 +14,7 @@ std::vector<ModelSource> ModelsOf(const v1::ServerConfig& c) {
     models.push_back({.path = c.model(),
                       .name = c.model_name(),
                       .artefact_dir = c.artefact_dir(),
+                      .draft_model = c.draft_model(),
                       .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes())});
   }
   for (const v1::ModelSource& source : c.models()) {
@@ -124,6 +125,7 @@ ModelSource FromProto(const v1::ModelSource& source) {
   return {.path = source.path(),
           .name = source.name(),
           .artefact_dir = source.artefact_dir(),
+          .draft_model = source.draft_model(),
           .kv_pool_bytes = static_cast<int64_t>(source.kv_pool_bytes()),
           .threads = source.threads()};
 }

@@ -165,6 +165,8 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(c.packet_bytes() <= kMost, "packet_bytes", "be below 2^63");
   check.Require(c.packet_bytes() == 0 || c.device() != "cuda", "packet_bytes",
                 "be 0 with --device=cuda: packets work on the CPU only");
+  check.Require(c.draft_model().empty() || c.device() != "cuda", "draft_model",
+                "be empty with --device=cuda: drafts work on the CPU only");
   check.Require(c.packet_dir_bytes() <= kMost, "packet_dir_bytes", "be below 2^63");
   check.Require(c.session_bytes() <= kMost, "session_bytes", "be below 2^63");
   check.Require(c.session_bytes() == 0 || c.device() != "cuda", "session_bytes",
@@ -257,6 +259,7 @@ std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
   require(source.name().empty() || IsModelName(source.name()), "name",
           absl::StrCat("must ", kModelNameRule));
   require(!FirstInvalidUtf8(source.artefact_dir()).has_value(), "artefact_dir", "must be UTF-8");
+  require(!FirstInvalidUtf8(source.draft_model()).has_value(), "draft_model", "must be UTF-8");
   require(source.kv_pool_bytes() <= uint64_t{INT64_MAX}, "kv_pool_bytes", "must be below 2^63");
   require(source.threads() <= 1024, "threads", "must be at most 1024");
   return violations;
@@ -266,6 +269,10 @@ std::vector<FieldViolation> ViolationsOfRun(const v1::ServerConfig& config) {
   std::vector<FieldViolation> violations;
   if (config.model().empty() && config.models_size() == 0) {
     violations.push_back({"model", "must name the file that `epikv export` wrote"});
+  }
+  if (config.model().empty() && !config.draft_model().empty()) {
+    violations.push_back(
+        {"draft_model", "must be empty without a model: of `models` each has its own"});
   }
   if (config.vllm_dialect() && config.models_size() + (config.model().empty() ? 0 : 1) > 1) {
     violations.push_back(

@@ -26,15 +26,24 @@ absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
   const absl::StatusOr<std::string> artefacts =
       source.artefact_dir.empty() ? "" : ResolveIn(config.model_files.root, source.artefact_dir);
   if (!artefacts.ok()) return artefacts.status();
+  absl::StatusOr<ModelFile> draft = ModelFile();
+  if (!source.draft_model.empty()) {
+    draft = ModelFile::Check(source.draft_model, config.model_files);
+    if (!draft.ok()) return draft.status();
+  }
   RuntimeOptions options = config.runtime;
   options.model_path = file->path();
+  options.draft_model = draft->path();
   options.artefact_dir = *artefacts;
   if (source.kv_pool_bytes > 0) options.kv_pool_bytes = source.kv_pool_bytes;
   if (source.threads > 0) options.threads = source.threads;
   options.progress = [this](absl::string_view stage) { log_.Info(stage); };
   absl::StatusOr<LoadedModel> loaded = LoadModel(options);
   if (!loaded.ok()) return loaded.status();
-  if (absl::Status status = file->CheckUnchanged(); !status.ok()) return status;
+  for (const ModelFile& loaded_file : {*file, *draft}) {
+    if (loaded_file.path().empty()) continue;
+    if (absl::Status status = loaded_file.CheckUnchanged(); !status.ok()) return status;
+  }
   for (const std::string& line : loaded->description) log_.Info(line);
   return MakeServedModel(*std::move(loaded), source, config.serving, SteadyNow() - begin, cores_,
                          metrics_);

@@ -245,12 +245,18 @@ SchedulingOptions Reader::Scheduling(const v1::SchedulingOptions& scheduling) {
   return options;
 }
 
+GuessSource SourceOf(const v1::Speculation& speculation) {
+  return speculation.source() == v1::SPECULATION_SOURCE_DRAFT ? GuessSource::kDraft
+                                                              : GuessSource::kPrompt;
+}
+
 int64_t Reader::GuessTokens(const v1::Speculation& speculation) {
   constexpr int64_t kByDefault = 8;
   if (!v1::SpeculationSource_IsValid(speculation.source())) {
     Violate("speculation.source", absl::StrCat("unknown value ", speculation.source()));
   }
-  const bool off = speculation.source() != v1::SPECULATION_SOURCE_NGRAM;
+  const bool off = speculation.source() != v1::SPECULATION_SOURCE_NGRAM &&
+                   speculation.source() != v1::SPECULATION_SOURCE_DRAFT;
   if (off && speculation.max_tokens() > 0) {
     Violate("speculation.max_tokens", "means nothing without a source: NGRAM, say");
   }
@@ -526,7 +532,8 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
                              .kept = output.kept()},
                   .kv = reader.Kv(request.kv()),
                   .scheduling = reader.Scheduling(request.scheduling()),
-                  .guess_tokens = reader.GuessTokens(request.speculation())},
+                  .guess_tokens = reader.GuessTokens(request.speculation()),
+                  .guess_source = SourceOf(request.speculation())},
       .deltas = reader.Deltas(output),
       .has_seed = request.sampling().has_seed(),
       .violations = {},
@@ -654,8 +661,10 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   accepted.set_arm(request.arm);
   *accepted.mutable_output() = OutputOf(prepared);
   *accepted.mutable_scheduling() = ToProto(request.scheduling);
-  accepted.mutable_speculation()->set_source(request.guess_tokens > 0 ? v1::SPECULATION_SOURCE_NGRAM
-                                                                      : v1::SPECULATION_SOURCE_OFF);
+  accepted.mutable_speculation()->set_source(request.guess_tokens == 0 ? v1::SPECULATION_SOURCE_OFF
+                                             : request.guess_source == GuessSource::kDraft
+                                                 ? v1::SPECULATION_SOURCE_DRAFT
+                                                 : v1::SPECULATION_SOURCE_NGRAM);
   accepted.mutable_speculation()->set_max_tokens(request.guess_tokens);
   if (request.forced.empty()) {
     *accepted.mutable_stop() = StopOf(request);

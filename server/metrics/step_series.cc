@@ -13,8 +13,8 @@ namespace {
 using prometheus::ClientMetric;
 using prometheus::MetricFamily;
 
-constexpr const char* kStages[kNumStages] = {"schedule", "forward", "attention", "taps",
-                                             "sample",   "deliver", "observe",   "evict"};
+constexpr const char* kStages[kNumStages] = {"schedule", "draft",   "forward", "attention", "taps",
+                                             "sample",   "deliver", "observe", "evict"};
 
 bool HasCpu(int stage) { return stage != static_cast<int>(Stage::kAttention); }
 

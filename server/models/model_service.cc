@@ -93,6 +93,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_device(model.device);
   proto.set_weights(manifest.weights);
   proto.set_quantization(manifest.quantization);
+  proto.set_draft_model(model.draft_model);
   v1::ChatSupport& chat = *proto.mutable_chat();
   chat.set_refusal(model.chat.refusal());
   chat.set_system_refusal(model.chat.system_refusal());

@@ -91,11 +91,13 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                       .max_running_requests = options.max_running_requests,
                       .max_round_pairs = options.scheduler.max_round_pairs,
                       .turns_keys = loaded.device == "cpu",
+                      .drafts = loaded.drafter != nullptr,
                       .defaults = options.defaults});
   model->embed = std::move(loaded.embed);
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
   model->device = loaded.device;
+  model->draft_model = loaded.draft_model;
   model->decode_kernel = loaded.decode_kernel;
   model->prefill_kernel = loaded.prefill_kernel;
   model->deterministic = options.deterministic;
@@ -115,7 +117,8 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                             static_cast<int64_t>(options.prefix_cache_share *
                                                  static_cast<double>(loaded.kv_capacity_bytes)),
                         .max_running_requests = options.max_running_requests},
-          std::move(loaded.executor), *model->tokenizer, *model->observer),
+          std::move(loaded.executor), *model->tokenizer, *model->observer, SteadyNow,
+          std::move(loaded.drafter)),
       options.queue, loaded.on_engine_thread_start,
       CoreShare{.budget = &cores, .threads = loaded.threads});
   return model;

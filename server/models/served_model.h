@@ -27,9 +27,9 @@ bool IsModelName(absl::string_view name);
 
 // Where a model comes from, and what it has of its own.
 struct ModelSource {
-  std::string path;          // file that `epikv export` wrote
-  std::string name;          // clients call it by; empty: the manifest's
-  std::string artefact_dir;  // RuntimeOptions' of these names
+  std::string path;                       // file that `epikv export` wrote
+  std::string name;                       // clients call it by; empty: the manifest's
+  std::string artefact_dir, draft_model;  // RuntimeOptions' of these names
   int64_t kv_pool_bytes = 0;
   int64_t threads = 0;
 };
@@ -59,7 +59,7 @@ struct ServedModel : std::enable_shared_from_this<ServedModel> {
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;  // LoadedModel's
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
-  std::string device;
+  std::string device, draft_model;  // LoadedModel's
   std::string decode_kernel, prefill_kernel;
   bool deterministic = false;
   std::shared_ptr<ModelMetrics> metrics;

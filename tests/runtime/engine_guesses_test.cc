@@ -9,6 +9,7 @@
 
 #include "runtime/engine/engine.h"
 #include "tests/fixtures/engine_fixture.h"
+#include "tests/fixtures/fake_drafter.h"
 
 namespace epikv {
 namespace engine_guesses_test {
@@ -227,6 +228,148 @@ TEST_F(EngineGuesses, TooManyAreRefused) {
   const auto resolved = admission_->Resolve(Guessing("a", 5, kMostGuesses + 1));
   ASSERT_TRUE(std::holds_alternative<Rejection>(resolved));
   EXPECT_THAT(std::get<Rejection>(resolved).message, HasSubstr("speculation.max_tokens"));
+}
+
+class EngineDrafts : public EngineGuesses {
+ protected:
+  EngineDrafts() { BuildDrafting({}); }
+  void BuildDrafting(RigOptions options) {
+    options.drafter = std::make_unique<FakeDrafter>(draft_);
+    Build(std::move(options));
+  }
+  // Nothing of its prompt says what comes.
+  RequestOptions Drafting(const std::string& id, int64_t max_output, int64_t guesses = 4) const {
+    RequestOptions options = Ask(id, 10, max_output);
+    options.stop.ignore_end = true;
+    options.guess_tokens = guesses;
+    options.guess_source = GuessSource::kDraft;
+    return options;
+  }
+
+  std::shared_ptr<DraftScript> draft_ = std::make_shared<DraftScript>();
+};
+
+TEST_F(EngineDrafts, OneStepTellsWhatTheDraftGuessed) {
+  auto output = Submit(Drafting("a", 12));
+  RunAll();
+  EXPECT_EQ(script_->forwards, 4) << "1 + 5 + 5 + 1 tokens";
+  EXPECT_THAT(output->tokens, SizeIs(12));
+  EXPECT_EQ(output->finished.at(0).accepted_tokens, 8);
+  EXPECT_THAT(draft_->open, SizeIs(0));
+  EXPECT_EQ(draft_->room, 1 << 20);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineDrafts, WrongGuessesChangeNothing) {
+  draft_->next = [](int32_t token) { return (token * 7 + 3) % 64; };
+  auto output = Submit(Drafting("a", 30));
+  RunAll();
+  for (int i = 0; i < 30; ++i) EXPECT_EQ(output->tokens[i], 10 + i);
+  EXPECT_GT(Guessed(), 0);
+  EXPECT_LT(draft_->calls, 25) << "it is asked less";
+}
+
+TEST_F(EngineDrafts, ADraftThatIsDearIsTriedNowAndThen) {
+  draft_->guess_time = absl::Hours(1);
+  script_->on_forward = [this](absl::Span<const WorkItem>) {
+    now_ += absl::Milliseconds(10);
+    return absl::OkStatus();
+  };
+  Submit(Drafting("a", 500));
+  RunAll();
+  EXPECT_GE(draft_->calls, 2);
+  EXPECT_LE(draft_->calls, 12);
+}
+
+TEST_F(EngineDrafts, WhatTheDraftWasWorthSaysNothingOfLookingUp) {
+  draft_->next = [](int32_t token) { return (token * 7 + 3) % 64; };
+  for (int i = 0; i < 30; ++i) Submit(Drafting(absl::StrCat("drafts ", i), 4));
+  RunAll();
+  auto output = Submit(Guessing("looks up", 12));
+  RunAll();
+  EXPECT_EQ(output->finished.at(0).accepted_tokens, 8);
+}
+
+// What comes is forced to be none of what it says.
+TEST_F(EngineDrafts, ADraftWhoseGuessesCannotBeIsAskedLess) {
+  draft_->next = [](int32_t) { return kEnd; };
+  RequestOptions options = Drafting("a", 40);
+  options.stop.ignore_end = false;
+  script_->next = [](int32_t token) { return (token + 1) % 50; };
+  Submit(options);
+  RunAll();
+  EXPECT_GT(draft_->calls, 1);
+  EXPECT_LT(draft_->calls, 30);
+  EXPECT_EQ(Guessed(), 0);
+}
+
+TEST_F(EngineDrafts, ALongPromptOfAShortOutputIsNotReadByIt) {
+  RequestOptions options = Drafting("a", 2);
+  options.prompt = Ask("", 100, 1).prompt;
+  Submit(options);
+  RunAll();
+  EXPECT_EQ(draft_->calls, 0);
+}
+
+TEST_F(EngineDrafts, WhatLookingUpWasWorthSaysNothingOfTheDraft) {
+  // What comes behind two tokens is never what came behind them before.
+  int32_t told = 0;
+  script_->next = [&](int32_t) { return ++told % 3 == 0 ? (told / 3) % kFakeVocab : told % 3; };
+  Submit(Guessing("looks up", 400, 15));
+  RunAll();
+  script_->next = [](int32_t token) { return (token + 1) % 64; };
+  auto output = Submit(Drafting("drafts", 12));
+  RunAll();
+  EXPECT_EQ(output->finished.at(0).accepted_tokens, 8);
+}
+
+TEST_F(EngineDrafts, WhereItHasNoRoomGuessesAreLookedUp) {
+  draft_->room = 30;
+  auto drafts = Submit(Drafting("a", 20));
+  RequestOptions options = Guessing("b", 12);
+  options.guess_source = GuessSource::kDraft;
+  auto looks_up = Submit(options);
+  RunAll();
+  EXPECT_GT(drafts->finished.at(0).accepted_tokens, 0);
+  EXPECT_GT(looks_up->finished.at(0).accepted_tokens, 0);
+  EXPECT_EQ(draft_->room, 30);
+}
+
+TEST_F(EngineDrafts, ADraftThatFailsIsNotAskedAgain) {
+  draft_->fails = true;
+  auto output = Submit(Drafting("a", 30));
+  RunAll();
+  EXPECT_EQ(output->reason(), "length");
+  EXPECT_EQ(draft_->calls, 1);
+  EXPECT_THAT(draft_->open, SizeIs(0));
+}
+
+TEST_F(EngineDrafts, WhatEndsInTheMiddleIsClosed) {
+  auto stopped = Submit(Drafting("a", 60)), cancelled = Submit(Drafting("b", 60));
+  for (int i = 0; i < 4; ++i) Step();
+  EXPECT_THAT(draft_->open, SizeIs(2));
+  engine_->Cancel("b", absl::CancelledError("enough"));
+  EXPECT_THAT(draft_->open, SizeIs(1));
+  RunAll();
+  EXPECT_THAT(draft_->open, SizeIs(0));
+}
+
+TEST_F(EngineDrafts, CompletionsDraftEachForItself) {
+  RequestOptions options = Drafting("a", 20);
+  options.completions = 3;
+  options.sampling.temperature = 1;
+  Submit(options);
+  RunAll();
+  EXPECT_GT(Accepted(), 0);
+  EXPECT_THAT(draft_->open, SizeIs(0));
+}
+
+TEST_F(EngineGuesses, ADraftThatIsNotThereIsRefused) {
+  RequestOptions options = Guessing("a", 5);
+  options.guess_source = GuessSource::kDraft;
+  const auto resolved = admission_->Resolve(options);
+  ASSERT_TRUE(std::holds_alternative<Rejection>(resolved));
+  EXPECT_THAT(std::get<Rejection>(resolved).message, HasSubstr("no draft model"));
 }
 
 }  // namespace engine_guesses_test

@@ -146,5 +146,66 @@ TEST(PlanGuesses, NoOtherChoiceGivesMore) {
   }
 }
 
+constexpr int64_t kRoom = 1000;  // rows
+
+// A step takes 10 ms and .1 for each row; the draft takes 1.
+int64_t Depth(const std::vector<double>& chances, int64_t decoding,
+              absl::Duration guess_time = absl::Milliseconds(1)) {
+  return PlanDrafts(chances, decoding, decoding, 15, kRoom, guess_time, Measured(10, 0.1));
+}
+
+TEST(PlanDrafts, GoAsFarAsTheyPay) {
+  EXPECT_EQ(Depth({0.98}, 1), 15);
+  EXPECT_EQ(Depth({0.02}, 1), 0);
+  const int64_t some = Depth({0.7}, 1);
+  EXPECT_GT(some, 2);
+  EXPECT_LT(some, 8);
+  EXPECT_LT(Depth({0.7}, 1, absl::Milliseconds(4)), some) << "a dearer draft";
+  EXPECT_EQ(Depth({0.7}, 1, absl::Seconds(1)), 0);
+}
+
+TEST(PlanDrafts, AFewOfManyThatDecodeDraftLess) {
+  EXPECT_LT(Depth({0.9}, 16), Depth({0.9}, 1));
+  EXPECT_GT(Depth(std::vector<double>(16, 0.9), 16), Depth({0.9}, 16));
+}
+
+TEST(PlanDrafts, WhoDraftsNothingWaitsATenthLongerAtMost) {
+  const StepCost cost = Measured(10, 0.1);
+  const int64_t depth = PlanDrafts({{0.98}}, 4, 4, 15, kRoom, absl::Milliseconds(0.2), cost);
+  EXPECT_GE(depth, 1);
+  EXPECT_LE(static_cast<double>(depth) * 0.3, 0.1 * 10.4 + 0.01);
+}
+
+TEST(PlanDrafts, NoMoreIsDraftedThanTheStepHasRoomFor) {
+  const StepCost cost = Measured(10, 0.1);
+  const std::vector<double> chances(4, 0.95);
+  EXPECT_EQ(PlanDrafts(chances, 4, 4, 15, 11, absl::Milliseconds(1), cost), 2);
+  EXPECT_EQ(PlanDrafts(chances, 4, 4, 15, 3, absl::Milliseconds(1), cost), 0);
+}
+
+// Of all depths it is the one that gives most tokens a second.
+TEST(PlanDrafts, NoOtherDepthGivesMore) {
+  for (const double chance : {0.1, 0.3, 0.5, 0.7, 0.9}) {
+    for (const double draft : {0.2, 1.0, 3.0}) {
+      auto speed = [&](int64_t depth) {
+        double tokens = 1, time = 10.1, alive = 1;
+        for (int64_t i = 0; i < depth; ++i) {
+          tokens += alive *= chance;
+          time += draft + 0.1;
+        }
+        return tokens / time;
+      };
+      const double ours = speed(Depth({chance}, 1, absl::Milliseconds(1) * draft));
+      for (int64_t depth = 0; depth <= 15; ++depth) EXPECT_LE(speed(depth), ours * 1.002);
+    }
+  }
+}
+
+TEST(PlanDrafts, BeforeAnythingWasMeasuredAFewAreTried) {
+  const int64_t depth = PlanDrafts({{0.6}}, 1, 1, 15, kRoom, absl::ZeroDuration(), StepCost());
+  EXPECT_GE(depth, 2);
+  EXPECT_LE(depth, 8);
+}
+
 }  // namespace guess_plan_test
 }  // namespace epikv

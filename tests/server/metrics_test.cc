@@ -140,8 +140,8 @@ TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
   EXPECT_EQ(values.at(R"(epikv_step_tokens_total{phase="decode"})"), 4);
   EXPECT_EQ(values.at(R"(epikv_inter_token_latency_seconds_count{arm="none",policy="full"})"), 4);
   EXPECT_EQ(values.at("epikv_step_batch_sequences_sum"), 5);
-  for (const char* stage :
-       {"schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict"}) {
+  for (const char* stage : {"schedule", "draft", "forward", "attention", "taps", "sample",
+                            "deliver", "observe", "evict"}) {
     const std::string label = absl::StrCat("{stage=\"", stage, "\"}");
     EXPECT_THAT(values, Contains(Key("epikv_step_seconds_total" + label)));
     EXPECT_EQ(values.count("epikv_step_cpu_seconds_total" + label),

@@ -104,6 +104,7 @@ class Admin:
         *,
         name: str = "",
         artefact_dir: Path | str = "",
+        draft_model: Path | str = "",
         kv_pool_bytes: int = 0,
         threads: int = 0,
         replace: bool = False,
@@ -118,6 +119,7 @@ class Admin:
             path=str(path),
             name=name,
             artefact_dir=str(artefact_dir),
+            draft_model=str(draft_model),
             kv_pool_bytes=kv_pool_bytes,
             threads=threads,
         )

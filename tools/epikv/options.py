@@ -43,6 +43,7 @@ PRIORITIES = {
 SPECULATION_SOURCES = {
     "off": generation_pb2.SPECULATION_SOURCE_OFF,
     "ngram": generation_pb2.SPECULATION_SOURCE_NGRAM,
+    "draft": generation_pb2.SPECULATION_SOURCE_DRAFT,
 }
 
 _BUDGET = "a number of tokens (256) or a share (0.5, 50%)"
@@ -402,7 +403,8 @@ class Speculation(_Options):
     """Several tokens of an output in one step: what may come is guessed, and verified.
 
     It changes when tokens come, and not which. `source` is "ngram", which guesses what followed in
-    prompt and output the last time that the newest tokens were there, or "off".
+    prompt and output the last time that the newest tokens were there, "draft", which guesses what
+    the model's draft says (a smaller one, that the daemon has loaded with it), or "off".
     """
 
     source: str = "ngram"

@@ -108,8 +108,8 @@ def test_where_nothing_can_be_guessed_accepted_says_so(sample_model: Path) -> No
             client.generate_once([40], speculation=Speculation(max_tokens=16))
         with pytest.raises(RpcError, match="without a source"):
             client.generate_once([40], speculation=Speculation("off", 3))
-        with pytest.raises(ValueError, match="known: off, ngram"):
-            client.generate_once([40], speculation=Speculation("draft"))
+        with pytest.raises(ValueError, match="known: off, ngram, draft"):
+            client.generate_once([40], speculation=Speculation("guess"))
         done = CliRunner().invoke(
             main, ["generate", "4 + 6", "--speculate", "4", "--server", daemon.grpc, "--json"]
         )

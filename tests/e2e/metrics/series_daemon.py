@@ -76,6 +76,7 @@ def busy_world(files: Files) -> Iterator[World]:
         f"--listen={address}",
         f"--auth_tokens_file={files.tokens}",
         *([f"--artefact_dir={files.artefacts}"] if files.artefacts else []),
+        f"--draft_model={files.model}",
         "--access_log=/dev/full",
         "--vllm_dialect",
         "--load_reports",

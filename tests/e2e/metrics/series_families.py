@@ -10,7 +10,17 @@ PRIORITIES = ("low", "normal", "high")
 PHASES = ("prefill", "decode")
 POLICIES, EVICTING = ("all policies",), ("all policies that evict",)
 FAILURES = ("deadline", "deadline_infeasible", "error", "slow_reader", "drained", "cancelled")
-STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict")
+STAGES = (
+    "schedule",
+    "draft",
+    "forward",
+    "attention",
+    "taps",
+    "sample",
+    "deliver",
+    "observe",
+    "evict",
+)
 OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
     "invalid_request token_range span_range context_length kv_budget kv_pool_too_small kv_tier_too_small "

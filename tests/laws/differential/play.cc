@@ -141,7 +141,10 @@ class Pair {
         .max_running_requests = setup.max_running,
         .constraint_work = setup.constraint_work,
         .max_round_pairs = setup.max_round_pairs,
-        .now = std::move(now)};
+        .now = std::move(now),
+        // It is right wherever it may be, and has no room now and then.
+        .draft = setup.device_path ? "" : ModelPath(setup.model),
+        .draft_rows = 1 << 14};
   }
 
   const EngineSetup setup_;
@@ -359,6 +362,7 @@ class Play {
     RequestOptions options = told_[i].options;
     options.completions = 1;
     options.guess_tokens = 0;
+    options.guess_source = GuessSource::kPrompt;
     options.sampling = SamplingOf(options.sampling, completion);
     options.output.kv_trace = options.output.kept = options.output.logprobs = true;
     LawModel::Meddle meddle;

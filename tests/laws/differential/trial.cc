@@ -280,7 +280,12 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
     const int64_t begin = dice.Int(0, 80);
     ask.pauses.emplace_back(begin, begin + dice.Int(1, 40));
   }
-  if (dice.Chance(0.4)) options.guess_tokens = dice.Int(1, kMostGuesses);
+  if (dice.Chance(0.4)) {
+    options.guess_tokens = dice.Int(1, kMostGuesses);
+    if (dice.Chance(0.5) && !engines[ask.engine].device_path) {
+      options.guess_source = GuessSource::kDraft;
+    }
+  }
   DrawBeside(dice, engines[ask.engine].deterministic, options.kv);
   return ask;
 }
@@ -291,6 +296,7 @@ constexpr std::array kPositions = {"absolute", "compact", "cache"};
 constexpr std::array kPriorities = {"low", "normal", "high"};
 constexpr std::array kDecodeKernels = {"batch", "flash", "matmul"};
 constexpr std::array kPrefillKernels = {"batch", "flash"};
+constexpr std::array kGuessSources = {"prompt", "draft"};
 constexpr std::array kDTypes = {"model", "int8"};
 constexpr std::array kConstraints = {"regex", "choice", "json_schema", "grammar"};
 
@@ -485,6 +491,7 @@ void Visit(Fields& f, Ask& ask) {
   f.Is("tenant", ask.options.scheduling.tenant, std::string());
   f.Is("idle", ask.idle, d.idle);
   f.Is("guess_tokens", ask.options.guess_tokens, int64_t{0});
+  f.Is("guess_source", ask.options.guess_source, GuessSource::kPrompt, kGuessSources);
   f.Is("cancel_after", ask.cancel_after, {});
   f.Is("deadline_after", ask.deadline_after, {});
   f.Is("pauses", ask.pauses, {});

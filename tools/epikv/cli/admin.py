@@ -188,6 +188,7 @@ def _parsed(settings: tuple[str, ...]) -> dict[str, Any]:
 @click.argument("path")
 @click.option("--name", default="", help="Clients call it by; else the one in the file.")
 @click.option("--artefact-dir", default="", help="What `epikv calibrate` wrote for it.")
+@click.option("--draft-model", default="", help="File of a smaller model that guesses for it.")
 @click.option(
     "--kv-pool-bytes", default=0, help="0: as of the model it replaces; else the daemon's."
 )

@@ -63,6 +63,7 @@ KINDS = {
 @click.option("--session", "session_id", help="A conversation's name; needs --session-budget.")
 @click.option("--session-budget", type=int, help="Tokens of its past that are kept.")
 @click.option("--speculate", type=int, help="Guess so many tokens ahead, at most; 0: 8.")
+@click.option("--draft", is_flag=True, help="Let the model's draft guess them; alone: up to 8.")
 @options.scheduling
 @options.experiment
 @click.option("--timeout", type=float, help="Seconds.")
@@ -80,10 +81,12 @@ def command(
     session_id, session_budget = given.pop("session_id"), given.pop("session_budget")
     if (session_id is None) != (session_budget is None):
         raise click.UsageError("--session and --session-budget go together")
-    speculate = given.pop("speculate")
+    speculate, source = given.pop("speculate"), "draft" if given.pop("draft") else "ngram"
+    if speculate is None and source == "draft":
+        speculate = 0
     arguments: dict[str, Any] = {
         "session": Session(session_id, session_budget) if session_id is not None else None,
-        "speculation": Speculation(max_tokens=speculate) if speculate is not None else None,
+        "speculation": Speculation(source, speculate) if speculate is not None else None,
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),

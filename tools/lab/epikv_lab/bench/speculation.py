@@ -1,9 +1,10 @@
-"""What guessing ahead (speculation by n-grams) gains, and what it costs where guesses are wrong.
+"""What guessing ahead (speculation) gains, and what it costs where guesses are wrong.
 
 Random weights say nothing that could be guessed, so how often guesses come true is made: a logit bias leaves
 two tokens, one of which is as much likelier as the share asks for. What is measured is then the mechanism: steps
-that verify guesses over steps that do not, at the costs of the 0.5B shape. Requests with and without guesses
-take turns, with the same seeds.
+that verify guesses over steps that do not, at the costs of the 0.5B shape. Guesses are looked up in what was said,
+or are those of a draft model of a fiftieth of the weights, which follows the bias and says the likelier token. Requests
+with and without guesses take turns, with the same seeds.
 
 How often guesses come true in text is the sample model's to say: its answers name what its prompts say.
 """
@@ -13,6 +14,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -32,6 +34,16 @@ PROMPT, OUTPUT = 128, 192
 SHARES = (0.5, 0.9, 0.98)  # that the likelier token is to have
 STREAMS = (1, 16)
 GUESSES = 8
+DRAFT: harness.Shape = {
+    "hidden": 256,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 1024,
+    "vocab": SHAPE["vocab"],
+    "context": 2048,
+    "dtype": "bf16",
+}
 FASTER, SLOWER = 1.6, 0.98  # of plain decoding: at one stream where guesses come true; wherever
 
 
@@ -47,37 +59,49 @@ class Run:
 
 @click.command("speculation")
 @click.option("--rounds", default=5, show_default=True)
+@click.option(
+    "--source", "sources", multiple=True, type=click.Choice(["ngram", "draft"]),
+    default=("ngram", "draft"), show_default=True, help="Of guesses; may be given again.",
+)  # fmt: skip
 @click.option("--max-tokens", default=GUESSES, show_default=True, help="Guesses in a step.")
 @click.option("--sample", type=click.Path(exists=True), help="The sample model, too.")
 @harness.options
 def command(
-    rounds: int, max_tokens: int, sample: str | None, json_file: Path | None, **where: Any
+    rounds: int,
+    sources: tuple[str, ...],
+    max_tokens: int,
+    sample: str | None,
+    json_file: Path | None,
+    **where: Any,
 ) -> None:
     """Tokens a second with guesses over those without, at one stream and at sixteen."""
     load = [os.getloadavg()[0]]
-    speculation = Speculation(max_tokens=max_tokens)
     targets, told = [], {}
+    flags: tuple[str, ...] = FLAGS
+    if "draft" in sources and not where["server"]:
+        flags = (*flags, f"--draft_model={harness.random_model('draft', **DRAFT)}")
     with harness.serving(
-        lambda: harness.random_model("speculation", **SHAPE), FLAGS, **where
+        lambda: harness.random_model("speculation", **SHAPE), flags, **where
     ) as served:
-        for streams in STREAMS:
-            for share in (None, *SHARES):
-                name = f"{streams}_streams_" + ("random" if share is None else f"share_{share:g}")
-                sampling = _sampling(share)
-                pairs = _rounds(served, sampling, speculation, streams, rounds)
-                ratio = bootstrap(pairs, _ratio)
-                told[name] = _told(pairs)
-                harness.say(
-                    f"{name}: {ratio.value:.3f}, {told[name]['tokens_a_step']:.2f} tokens a step"
-                )
-                certain = streams == 1 and share == SHARES[-1]
-                bound = FASTER if certain else SLOWER
-                targets.append(Target(f"{name}_over_plain", ratio, bound, at_least=True))
+        for source, streams, share in product(sources, STREAMS, (None, *SHARES)):
+            speculation = Speculation(source, max_tokens)
+            name = f"{source}_{streams}_streams_"
+            name += "random" if share is None else f"share_{share:g}"
+            pairs = _rounds(served, _sampling(share), speculation, streams, rounds)
+            ratio = bootstrap(pairs, _ratio)
+            told[name] = _told(pairs)
+            harness.say(
+                f"{name}: {ratio.value:.3f}, {told[name]['tokens_a_step']:.2f} tokens a step"
+            )
+            certain = streams == 1 and share == SHARES[-1]
+            bound = FASTER if certain else SLOWER
+            targets.append(Target(f"{name}_over_plain", ratio, bound, at_least=True))
     if sample is not None:
+        speculation = Speculation("ngram", max_tokens)
         with harness.serving(lambda: Path(sample), FLAGS, **where) as served:
             for streams in STREAMS:
                 pairs = _rounds(served, GREEDY, speculation, streams, 3 * rounds, text=True)
-                name = f"{streams}_streams_sample_model"
+                name = f"ngram_{streams}_streams_sample_model"
                 told[name] = _told(pairs)
                 ratio = bootstrap(pairs, _ratio)
                 harness.say(
@@ -85,7 +109,13 @@ def command(
                 )
                 targets.append(Target(f"{name}_over_plain", ratio, SLOWER, at_least=True))
     load.append(os.getloadavg()[0])
-    details = {"shape": SHAPE, "max_tokens": max_tokens, "load_average": load, "cases": told}
+    details = {
+        "shape": SHAPE,
+        "draft": DRAFT,
+        "max_tokens": max_tokens,
+        "load_average": load,
+        "cases": told,
+    }
     finish("speculation", targets, details, json_file)
 
 
