@@ -53,14 +53,13 @@ EPIKV_INLINE float Dot(const float* a, const float* b, int64_t width) {
   return sum;
 }
 
-template <int64_t kWidth>
 EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t width) {
-  const int64_t n = kWidth > 0 ? kWidth : width;
-  for (int64_t i = 0; i < n; ++i) acc[i] += factor * row[i];
+  for (int64_t i = 0; i < width; ++i) acc[i] += factor * row[i];
 }
 
-// left: if not null, where DecodeLane::logits says; of one row.
-template <class T, class Rows, int64_t kKey, int64_t kValue>
+// Where there is no better path, so that no width of it is known to the compiler. left: if not
+// null, where DecodeLane::logits says; of one row.
+template <class T, class Rows>
 EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, float* left,
                              float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
@@ -90,7 +89,7 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
       const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
       float logit[kBlock];
       float top = peak[g];
-      for (int64_t j = 0; j < seen; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      for (int64_t j = 0; j < seen; ++j) logit[j] = Dot<0>(q + g * dk, k + j * dk, dk);
       Bend({lane.positions, lane.first_seen + row}, shape.soft_cap, begin, seen, logit);
       if (left != nullptr) std::memcpy(left + g * used + begin, logit, seen * sizeof(float));
       for (int64_t j = 0; j < seen; ++j) top = std::max(top, logit[j]);
@@ -107,7 +106,7 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
       for (int64_t j = 0; j < kBlock; ++j) sum += logit[j];
       mass[g] += sum;
       for (int64_t j = 0; j < seen; ++j) {
-        AddScaled<kValue>(acc + g * dv, v + j * dv, logit[j], dv);
+        AddScaled(acc + g * dv, v + j * dv, logit[j], dv);
       }
     }
   };
@@ -129,25 +128,11 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
   }
 }
 
-template <class T, class Rows>
-EPIKV_INLINE void AttendRows(const PrefillLane& lane, const LaneShape& shape, float* left,
-                             float* scratch) {
-  if (shape.key_width == 64 && shape.value_width == 64) {
-    AttendBody<T, Rows, 64, 64>(lane, shape, left, scratch);
-  } else if (shape.key_width == 128 && shape.value_width == 128) {
-    AttendBody<T, Rows, 128, 128>(lane, shape, left, scratch);
-  } else if (shape.key_width == 32 && shape.value_width == 32) {
-    AttendBody<T, Rows, 32, 32>(lane, shape, left, scratch);
-  } else {
-    AttendBody<T, Rows, 0, 0>(lane, shape, left, scratch);
-  }
-}
-
 template <class T>
 EPIKV_INLINE void AttendOf(const PrefillLane& lane, const LaneShape& shape, float* left,
                            float* scratch) {
-  if (shape.stored == KvDType::kInt8) return AttendRows<T, Int8Rows>(lane, shape, left, scratch);
-  AttendRows<T, ModelRows<T>>(lane, shape, left, scratch);
+  if (shape.stored == KvDType::kInt8) return AttendBody<T, Int8Rows>(lane, shape, left, scratch);
+  AttendBody<T, ModelRows<T>>(lane, shape, left, scratch);
 }
 
 EPIKV_CLONES void AttendFloat(const PrefillLane& lane, const LaneShape& shape, float* left,
