@@ -203,7 +203,8 @@ bool Engine::Step(absl::Duration waited) {
                   .mean = static_cast<double>(done.told) / static_cast<double>(done.streams)};
   }
   pace_.OnStep(waited + took, done.read, done.told, per_stream);
-  if (done.read == 0) step_cost_.OnStep(std::ssize(items), took - step.wall[int(Stage::kDraft)]);
+  if (done.read == 0)
+    step_cost_.OnStep(std::ssize(items), took - step.wall[static_cast<int>(Stage::kDraft)]);
   step.sequences = static_cast<int64_t>(planned);
   clock.ChargeTotal();
   Report(step);

@@ -52,13 +52,13 @@ class ModelDrafter final : public Drafter {
   bool Knows(absl::Span<const int32_t> tokens) const;
   // Caches what is new of the items, `room` tokens at most.
   void ReadOn(absl::Span<const DraftItem> items, int64_t room);
-  // Runs tokens of sequences behind what they have cached, without committing them. The likeliest
-  // token after each one's last. Measures guess_time where each has one.
   struct Share {
     Drafted* drafted = nullptr;
     absl::Span<const int32_t> tokens;
     const std::map<int32_t, float>* logit_bias = nullptr;
   };
+  // Runs tokens of sequences behind what they have cached, without committing them. The likeliest
+  // token after each one's last. Measures guess_time where each has one.
   std::vector<int32_t> Run(absl::Span<const Share> shares);
   void NoteGuessTime(absl::Duration took);
 

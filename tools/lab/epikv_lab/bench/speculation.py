@@ -3,7 +3,7 @@
 Random weights say nothing that could be guessed, so how often guesses come true is made: a logit bias leaves
 two tokens, one of which is as much likelier as the share asks for. What is measured is then the mechanism: steps
 that verify guesses over steps that do not, at the costs of the 0.5B shape. Guesses are looked up in what was said,
-or are those of a draft model of a fiftieth of the weights, which follows the bias and says the likelier token. Requests
+or are those of a draft model of a twentieth of the weights, which follows the bias and says the likelier token. Requests
 with and without guesses take turns, with the same seeds.
 
 How often guesses come true in text is the sample model's to say: its answers name what its prompts say.
