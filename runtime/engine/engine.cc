@@ -203,8 +203,10 @@ bool Engine::Step(absl::Duration waited) {
                   .mean = static_cast<double>(done.told) / static_cast<double>(done.streams)};
   }
   pace_.OnStep(waited + took, done.read, done.told, per_stream);
-  if (done.read == 0)
-    step_cost_.OnStep(std::ssize(items), took - step.wall[static_cast<int>(Stage::kDraft)]);
+  if (done.read == 0) {
+    const absl::Duration drafted = step.wall[static_cast<int>(Stage::kDraft)];
+    step_cost_.OnStep(std::ssize(items), std::max(took - drafted, absl::ZeroDuration()));
+  }
   step.sequences = static_cast<int64_t>(planned);
   clock.ChargeTotal();
   Report(step);

@@ -149,7 +149,7 @@ TEST_P(Lookahead, TellsWhatTheModelSaysOverTheDraft) {
 }
 
 TEST_P(Lookahead, LeavesNothingBehind) {
-  EngineHarness harness = Harness({.end_tokens = false});
+  EngineHarness harness = Harness({.end_tokens = false, .now = absl::Now});
   std::vector<Transcript> transcripts;
   for (const int64_t ahead : {0, 1, 7}) {
     transcripts.push_back(harness.Run(Options(harness.manifest(), 60, 32, ahead)));
@@ -388,7 +388,7 @@ TEST_P(Segments, AreReadAsIfTheyFollowedThePrompt) {
 }
 
 TEST_P(Segments, LeaveNothingBehindAndAreReserved) {
-  EngineHarness harness = Harness();
+  EngineHarness harness = Harness({.now = absl::Now});
   const Transcript without = harness.Run(Reading(harness.manifest(), 0));
   int64_t most = 0;
   harness.OnStep([&] {
@@ -452,7 +452,8 @@ RequestOptions Drawn(const Manifest& manifest, const PolicyCase& policy, std::mt
 // Law 4, where prompts are over their budgets: each gives in a batch with all policies what it
 // gives alone, its completions included.
 TEST(PassLaws, DeterministicModeIgnoresTheBatch) {
-  EngineHarness harness(ModelPath("gqa"), {.deterministic = true, .end_tokens = false});
+  EngineHarness harness(ModelPath("gqa"),
+                        {.deterministic = true, .end_tokens = false, .now = absl::Now});
   std::mt19937_64 rng(31);
   std::vector<RequestOptions> all;
   for (const PolicyCase& policy : WhoHavePasses()) {

@@ -202,7 +202,7 @@ TEST_P(SteeringLaws, APromptFromTheCacheCountsAsIfItHadRun) {
 
 // What a policy has the model tell ahead says which tokens of the prompt stay.
 TEST_P(SteeringLaws, WhatIsToldAheadIsNotSteered) {
-  EngineHarness harness = Harness();
+  EngineHarness harness = Harness({.now = absl::Now});
   auto everywhere =
       std::make_shared<SteeringVector>(*VectorOf(harness.manifest(), GetParam().layer));
   everywhere->at.resize(harness.manifest().vocab_size);
