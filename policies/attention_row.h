@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "absl/types/span.h"
 #include "policies/cache_view.h"
 #include "policies/signals.h"
 
@@ -20,6 +21,7 @@ inline std::vector<float> MeanAttention(const Signals::AttentionRow& attention,
   }
   const float lanes = (cache.num_layers() - first_layer) * cache.num_kv_heads();
   for (float& mass : mean) mass /= lanes;
+  cache.AverageOverRanks(absl::MakeSpan(mean));
   return mean;
 }
 

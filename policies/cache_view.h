@@ -36,6 +36,13 @@ class CacheView {
   virtual int64_t next_position(int64_t layer, int64_t head) const = 0;
   virtual const Protection& protection() const = 0;
   virtual uint64_t seed() const = 0;  // of the request; for counter-based random numbers
+  // Where several ranks serve the model, each has a part of its KV heads: how many lie before these
+  // in a layer, and how many a layer has in all.
+  virtual int64_t first_kv_head() const { return 0; }
+  virtual int64_t all_kv_heads() const { return num_kv_heads(); }
+  // Of an average over the heads that are here: makes it one over all ranks' heads, in place.
+  // Declared by PolicyTraits::averages_heads.
+  virtual void AverageOverRanks(absl::Span<float> mean) const {}
 
   // Entries that must leave this lane to meet its budget, >= 0. Where lanes share a budget
   // (PolicyTraits::pool): that must leave all of them together.

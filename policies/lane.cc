@@ -133,7 +133,8 @@ void SoftCap(at::Tensor& logits, const AttentionFacts& attention) {
 }
 
 uint64_t RoundStream(const CacheView& cache, int64_t layer, int64_t head) {
-  return static_cast<uint64_t>(cache.newest() + 1) << 24 | (layer * cache.num_kv_heads() + head);
+  const int64_t lane = layer * cache.all_kv_heads() + cache.first_kv_head() + head;
+  return static_cast<uint64_t>(cache.newest() + 1) << 24 | lane;
 }
 
 int64_t Lane::window_tokens() {

@@ -210,6 +210,21 @@ void AddGuard(const ModelShape& shape, PolicyTraits& traits) {
   traits.recalls = true;
 }
 
+bool DecidesByParts(const PolicySpec& spec, const PolicyTraits& traits) {
+  if (!traits.evicts) return true;
+  if (spec.read_data != nullptr) return false;  // of what an artefact says of each head
+  if (traits.granularity == Granularity::kHead) {
+    return traits.pool == Pool::kLane && !traits.compares_heads;
+  }
+  constexpr Signal kOfHeads[] = {Signal::kAttentionRow, Signal::kKeys,
+                                 Signal::kValues,       Signal::kPromptAttention,
+                                 Signal::kQueries,      Signal::kOutputProjection,
+                                 Signal::kQueryMoments};
+  const bool reads_heads = std::any_of(std::begin(kOfHeads), std::end(kOfHeads),
+                                       [&](Signal of) { return traits.signals.Has(of); });
+  return traits.averages_heads || !reads_heads;
+}
+
 const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name) {
   for (const PolicySpec* spec : catalog) {
     if (spec->name == name) return spec;

@@ -205,6 +205,11 @@ struct PolicyTraits {
   bool evicts = true;  // false: the whole cache is kept, or the budget refused
   Granularity granularity = Granularity::kToken;
   Pool pool = Pool::kLane;  // kLayer and kModel: of granularity kHead alone
+  // Lanes that share a keep decision have it by averages over their heads alone
+  // (CacheView::AverageOverRanks).
+  bool averages_heads = false;
+  // A head's own decision looks at other heads besides.
+  bool compares_heads = false;
   SignalSet signals;
   // Of kResidualStep and kResidual: block numbers, 0-based, ascending.
   std::vector<int64_t> residual_layers;
@@ -289,6 +294,10 @@ using PolicyCatalog = absl::Span<const PolicySpec* const>;  // sorted by name
 
 // Null if there is none.
 const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name);
+
+// Whether processes that have a part of the KV heads each (tensor parallel) decide as one that has
+// all of them: by a head's own, by what is the same in all, or by averages.
+bool DecidesByParts(const PolicySpec& spec, const PolicyTraits& traits);
 
 struct ParamViolation {
   std::string param;

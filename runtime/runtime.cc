@@ -26,12 +26,14 @@
 #include "runtime/engine/scheduler.h"
 #include "runtime/executor/executor.h"
 #include "runtime/executor/model_drafter.h"
+#include "runtime/executor/ranked_executor.h"
 #include "runtime/forward/device.h"
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/tier_store.h"
 #include "runtime/model/embedding.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_shape.h"
+#include "runtime/ranks/ranks.h"
 
 namespace epikv {
 namespace {
@@ -292,7 +294,10 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
     return absl::InvalidArgumentError("a draft model works on the CPU only");
   }
   loaded.device = options.device;
-  loaded.threads = options.threads > 0 ? options.threads : std::max<int64_t>(1, CpuQuota() - 1);
+  Ranks* const ranks = options.ranks.get();
+  const int64_t processes = loaded.ranks = ranks == nullptr ? 1 : ranks->size();
+  loaded.threads =
+      options.threads > 0 ? options.threads : std::max<int64_t>(1, (CpuQuota() - 1) / processes);
   at::set_num_threads(static_cast<int>(loaded.threads));
 
   progress("loading the model");
@@ -305,7 +310,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
         folder ? ": `epikv serve` takes a Hugging Face directory, exports and serves it" : ""));
   }
   absl::StatusOr<std::unique_ptr<Model>> model =
-      LoadTorchScript(options.model_path, {.device = *device});
+      LoadTorchScript(options.model_path, {.device = *device, .ranks = options.ranks});
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
@@ -349,9 +354,11 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
     const auto usable = OpenTierStore(options.kv_tier_dir, /*bytes=*/1);
     if (!usable.ok()) return usable.status();
   }
+  if (ranks != nullptr) ranks->Least(0);  // all have their weights
   const int64_t available =
       on_gpu ? FreeGpuBytes(*device)
-             : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes - tier_memory, 0);
+             : std::max<int64_t>(
+                   AvailableMemoryBytes() / processes - loaded.scratch_bytes - tier_memory, 0);
   const int64_t token_bytes = TokenBytes(loaded.manifest, loaded.policies, options.kv_dtype);
   // A draft has room for as many tokens.
   const double own_share =
@@ -366,6 +373,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
       options.kv_pool_bytes > 0
           ? options.kv_pool_bytes
           : static_cast<int64_t>(options.kv_memory_share * static_cast<double>(most));
+  if (ranks != nullptr) loaded.kv_capacity_bytes = ranks->Least(loaded.kv_capacity_bytes);
   loaded.kv_dtype = options.kv_dtype;
   const Admission admission(loaded.manifest, loaded.policies,
                             {.kv_capacity_bytes = loaded.kv_capacity_bytes,
@@ -409,6 +417,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens,
                       .mass_interval = options.mass_interval,
+                      .samples = ranks == nullptr || ranks->rank() == 0,
                       .open_tier = TiersIn(options.kv_tier_dir)});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   if (*draft != nullptr) {
@@ -418,10 +427,18 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
     loaded.drafter = *std::move(drafter);
   }
   if (on_gpu) loaded.description.push_back(DescribeRecording(*executor, recording));
-  loaded.embed = [&model = executor->model()](absl::Span<const int32_t> tokens) {
-    return EmbeddingOf(model, tokens);
-  };
-  loaded.executor = std::move(executor);
+  if (ranks == nullptr) {
+    loaded.embed = [&model = executor->model()](absl::Span<const int32_t> tokens) {
+      return EmbeddingOf(model, tokens);
+    };
+    loaded.executor = std::move(executor);
+  } else if (ranks->rank() == 0) {
+    loaded.description.push_back(absl::StrCat(ranks->size(), " ranks, each with ",
+                                              loaded.manifest.num_kv_heads, " KV heads a layer"));
+    loaded.executor = std::make_unique<RankedExecutor>(std::move(executor), options.ranks);
+  } else {
+    loaded.executor = std::move(executor);
+  }
   loaded.on_engine_thread_start = [threads = loaded.threads] {
     at::set_num_threads(static_cast<int>(threads));
   };
@@ -439,7 +456,19 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) {
   absl::StatusOr<LoadedModel> loaded;
   std::thread([&] { loaded = Load(options); }).join();
+  if (!loaded.ok() && options.ranks != nullptr) {
+    options.ranks->Fail(
+        absl::StrCat("rank ", options.ranks->rank(), ": ", loaded.status().message()));
+  }
   return loaded;
+}
+
+absl::Status ServeRank(const RuntimeOptions& options) {
+  absl::StatusOr<LoadedModel> loaded = LoadModel(options);
+  if (!loaded.ok()) return loaded.status();
+  loaded->on_engine_thread_start();
+  return ServeRank(static_cast<Executor&>(*loaded->executor), *options.ranks, loaded->policies,
+                   loaded->shape);
 }
 
 }  // namespace epikv

@@ -19,6 +19,8 @@
 
 namespace epikv {
 
+class Ranks;
+
 struct RuntimeOptions {
   std::string model_path;  // file that `epikv export` wrote
   // Folder of files that `epikv calibrate` wrote for this model: all of its *.json; empty: none.
@@ -38,6 +40,9 @@ struct RuntimeOptions {
   KvDType kv_dtype = KvDType::kModel;                           // K and V are cached as
   std::string decode_kernel = "auto", prefill_kernel = "auto";  // of the CPU
   int64_t mass_interval = 0;                                    // see ExecutorOptions
+  // This process's, where several serve the model (tensor parallel): all of them load it at once,
+  // with these options. Pool and threads are of each. Null: it serves alone.
+  std::shared_ptr<Ranks> ranks;
   // Hears what is being done, before each long stage of loading ("warming up"). May be null.
   std::function<void(absl::string_view)> progress;
 };
@@ -56,12 +61,14 @@ struct LoadedModel {
   std::unique_ptr<Drafter> drafter;  // null: there is no draft model
   std::string draft_model;           // its name
   // EmbeddingOf this model's. Any thread, while the executor lives.
+  // Null where several ranks serve it.
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;
   int64_t kv_capacity_bytes = 0, tier_capacity_bytes = 0;
   KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;   // in memory, as served
   int64_t scratch_bytes = 0;  // of the model's own tensors in the largest forward
   int64_t threads = 0;
+  int64_t ranks = 1;   // that serve it; the manifest is of one's shard
   std::string device;  // "cpu", "cuda"
   std::string decode_kernel, prefill_kernel;
   // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
@@ -84,5 +91,9 @@ PolicyCatalog BuiltPolicies();
 // Loads the file, checks the model contract (DESIGN section 3), takes the KV pool, measures kernels
 // and warms every shape up. The error names every violation. DATA_LOSS: the file is damaged.
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options);
+
+// The life of a rank that is not rank 0: loads its shard, and serves until rank 0 has ended. Not
+// OK: why it could not, which rank 0 is told as well.
+absl::Status ServeRank(const RuntimeOptions& options);
 
 }  // namespace epikv

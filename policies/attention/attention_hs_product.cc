@@ -118,6 +118,7 @@ extern constinit const PolicySpec kAttentionHsProduct{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{
+              .averages_heads = true,
               .signals = Signal::kResidualStep | Signal::kAttentionRow,
               .residual_layers = {params.Int("layer_a")},
               .columns = {"mass", "z"},

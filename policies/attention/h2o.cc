@@ -66,7 +66,8 @@ extern constinit const PolicySpec kH2o{
     .traits =
         [](const Params& params, const ModelShape&) {
           if (ScopeOf(params) == Granularity::kToken) {
-            return PolicyTraits{.signals = Signal::kAttentionRow,
+            return PolicyTraits{.averages_heads = true,
+                                .signals = Signal::kAttentionRow,
                                 .columns = {"mass"},
                                 .slack = params.Int("slack"),
                                 .published = {.prompt = false, .sinks = 4, .recent = 128}};

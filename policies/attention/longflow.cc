@@ -32,6 +32,7 @@ class LongFlow final : public ScoredPolicy {
           weight.add_(NewestAttention(step, layer, head), 1.0 / Sharing(cache));
         }
       }
+      if (granularity_ == Granularity::kToken) cache.AverageOverRanks(cache.column(kWeight, 0, 0));
     }
   }
 
@@ -57,7 +58,12 @@ class LongFlow final : public ScoredPolicy {
                  .to(at::kFloat)
                  .norm(1, -1);
     }
-    norm.index_copy_(0, missing, sum / Sharing(task.cache));
+    sum /= Sharing(task.cache);
+    if (granularity_ == Granularity::kToken) {
+      task.cache.AverageOverRanks(
+          {sum.mutable_data_ptr<float>(), static_cast<size_t>(sum.numel())});
+    }
+    norm.index_copy_(0, missing, sum);
     return lane.column(kWeight) * norm;
   }
 
@@ -78,6 +84,7 @@ extern constinit const PolicySpec kLongflow{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = ScopeOf(params),
+                              .averages_heads = true,
                               .signals = kNewestAttention | Signal::kValues,
                               .window = 1,
                               .columns = {"weight", "norm"},

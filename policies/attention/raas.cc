@@ -33,6 +33,7 @@ class Raas final : public ScoredPolicy {
         for (size_t slot = 0; slot < sum.size(); ++slot) sum[slot] += row[slot];
       }
     }
+    cache.AverageOverRanks(absl::MakeSpan(sum));  // as good a sum
     std::vector<float> decoded;
     for (size_t slot = 0; slot < sum.size(); ++slot) {
       if (index[slot] >= cache.prompt_tokens() && !std::isnan(sum[slot])) {
@@ -67,7 +68,8 @@ extern constinit const PolicySpec kRaas{
     .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.signals = Signal::kAttentionRow,
+          return PolicyTraits{.averages_heads = true,
+                              .signals = Signal::kAttentionRow,
                               .columns = {"stamp"},
                               .slack = params.Int("slack"),
                               .published = {.recent = 1}};

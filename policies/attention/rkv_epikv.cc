@@ -51,6 +51,7 @@ class RKvEpikv final : public ScoredPolicy {
       }
       const float lanes = cache.num_layers() * cache.num_kv_heads();
       for (float& mass : row) mass /= lanes;
+      cache.AverageOverRanks(row);
     }
   }
 
@@ -82,7 +83,9 @@ class RKvEpikv final : public ScoredPolicy {
         sum = sum.defined() ? sum + share : share;
       }
     }
-    return sum / (cache.num_layers() * cache.num_kv_heads());
+    at::Tensor mean = sum / (cache.num_layers() * cache.num_kv_heads());
+    cache.AverageOverRanks({mean.mutable_data_ptr<float>(), static_cast<size_t>(mean.numel())});
+    return mean;
   }
 
   const double lambda_;
@@ -101,7 +104,8 @@ extern constinit const PolicySpec kRkvEpikv{
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.signals = Signal::kAttentionRow | Signal::kKeys,
+          return PolicyTraits{.averages_heads = true,
+                              .signals = Signal::kAttentionRow | Signal::kKeys,
                               .columns = {std::begin(kRows), std::end(kRows)},
                               .slack = params.Int("slack"),
                               .published = {.prompt = false, .recent = kNumRows}};

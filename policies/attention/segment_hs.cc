@@ -35,6 +35,7 @@ class SegmentHs final : public FlatSegmentPolicy {
 
 PolicyTraits SegmentHsTraits(const Params& params, const ModelShape& shape) {
   return {
+      .averages_heads = true,
       .signals = Signal::kResidualStep | Signal::kAttentionRow,
       .residual_layers = ResidualLayers(params),
       .attention_layers = ClassifierLayers(params, shape),

@@ -117,6 +117,7 @@ class ThinKv final : public SegmentPolicy {
 PolicyTraits ThinkvTraits(const Params& params, const ModelShape& shape) {
   const bool faithful = params.Choice("variant") == "faithful";
   return {
+      .averages_heads = true,
       .signals = Signal::kAttentionRow,
       .attention_layers = ClassifierLayers(params, shape),
       .columns = {"score", "attention"},

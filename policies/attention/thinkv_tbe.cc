@@ -440,6 +440,7 @@ PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
   const std::vector<int64_t>& ladder = params.IntList("ladder");
   return {
       .granularity = Granularity::kHead,
+      .compares_heads = true,
       .signals = Signal::kKeys | Signal::kQueries,
       .window = 1,
       .columns = rounds ? std::vector<absl::string_view>{"bits"} : std::vector<absl::string_view>{},

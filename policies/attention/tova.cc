@@ -22,6 +22,7 @@ class Tova final : public ScoredPolicy {
         at::Tensor weight = Lane(step.cache, layer, 0).column(0).zero_();
         for (int64_t head = 0; head < heads; ++head) weight += NewestAttention(step, layer, head);
         weight /= heads;
+        step.cache.AverageOverRanks(step.cache.column(0, layer, 0));
       }
     }
   }
@@ -42,6 +43,7 @@ extern constinit const PolicySpec kTova{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kLayer,
+                              .averages_heads = true,
                               .signals = kNewestAttention,
                               .window = 1,
                               .columns = {"weight"},

@@ -36,6 +36,8 @@ struct AdmissionLimits {
   // Keys are turned at every step for those who ask: not on a device.
   bool turns_keys = true;
   bool drafts = false;  // there is a draft model
+  // Several ranks serve the model, each with a part of its KV heads.
+  bool by_ranks = false;
   RequestDefaults defaults;
 };
 

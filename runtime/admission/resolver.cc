@@ -155,6 +155,25 @@ void Resolver::CheckPackets(const KvLayout& layout) {
   }
 }
 
+void Resolver::CheckRanks() {
+  constexpr absl::string_view kNot = " while several ranks serve the model (--tensor_parallel)";
+  if (!DecidesByParts(*request_.spec, request_.traits)) {
+    violations_.Add("kv.policy", absl::StrCat("policy '", request_.spec->name,
+                                              "' compares KV heads with one another, or has "
+                                              "statistics of each, which it cannot",
+                                              kNot));
+  }
+  if (options_.output.packet || !options_.packets.empty() || options_.wrap) {
+    violations_.Add("packets", absl::StrCat("packets do not work", kNot));
+  }
+  if (options_.steering.has_value()) {
+    violations_.Add("sampling.steering", absl::StrCat("steering does not work", kNot));
+  }
+  if (options_.kv.tier.tokens > 0) {
+    violations_.Add("kv.tier", absl::StrCat("there is no tier", kNot));
+  }
+}
+
 // Positions are then counted in what is cached, and only that must fit the context: CheckOutgrown.
 bool Resolver::OutgrowsContext() const {
   return options_.kv.positions != PositionMode::kAbsolute &&
@@ -636,6 +655,7 @@ void Resolver::ResolveProtectionAndDemand() {
     }
   }
   ResolveReads(most);
+  if (admission_.limits().by_ranks) CheckRanks();
   if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
     violations_.Add("kv.positions",
                     "cache positions do not work on a GPU; choose absolute or compact positions");

@@ -53,6 +53,7 @@ class Resolver {
   void ResolveGuesses();
   void ResolveTier(int64_t longest, const KvLayout& layout);
   void CheckRound(int64_t longest);
+  void CheckRanks();
 
   const Admission& admission_;
   RequestOptions options_;

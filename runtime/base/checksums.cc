@@ -24,9 +24,6 @@ constexpr absl::string_view kEndMark("PK\5\6", 4), kWideEndMark("PK\6\6", 4),
 constexpr int64_t kEndBytes = 22, kWideEndBytes = 56, kWideLocatorBytes = 20, kEntryBytes = 46;
 constexpr int64_t kLongestComment = 65535;
 
-// Record name, without the archive's own name before it, to CRC-32.
-using Checksums = std::unordered_map<std::string, uint32_t>;
-
 // The little-endian number of `bytes` bytes at `offset`, which must lie inside.
 uint64_t Number(absl::string_view data, size_t offset, int bytes) {
   uint64_t number = 0;
@@ -71,6 +68,8 @@ absl::StatusOr<std::string> ReadDirectory(const std::string& path) {
   return ReadAt(file, file_bytes, offset, bytes);
 }
 
+}  // namespace
+
 absl::StatusOr<Checksums> ReadChecksums(const std::string& path) {
   const absl::StatusOr<std::string> directory = ReadDirectory(path);
   if (!directory.ok()) return directory.status();
@@ -87,8 +86,6 @@ absl::StatusOr<Checksums> ReadChecksums(const std::string& path) {
   }
   return checksums;
 }
-
-}  // namespace
 
 absl::Status VerifyChecksums(caffe2::serialize::PyTorchStreamReader& reader,
                              const std::string& path) {

@@ -362,7 +362,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       const absl::Span<StepItem> together = absl::MakeSpan(step).subspan(begin, end - begin);
       device_ != nullptr ? device_->Run(together) : cpu_->Run(together);
       const StageTimer timer(times_, Stage::kSample);
-      TakeOutputs(together);
+      if (options_.samples) TakeOutputs(together);
       begin = end;
     }
     const auto ahead = std::find_if(step.begin(), step.end(),
@@ -442,7 +442,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     const absl::Span<const float> steps = sequence.tap.steps();
     outcome.residual_steps.assign(steps.begin(), steps.end());
   }
-  if (item.wants_prompt_logprobs()) {
+  if (item.wants_prompt_logprobs() && options_.samples) {
     absl::StatusOr<PromptLogprobs> prompt = TakePromptLogprobs(item);
     if (!prompt.ok()) return {.status = prompt.status()};
     outcome.prompt = *std::move(prompt);

@@ -49,6 +49,7 @@ struct ExecutorOptions {
   // Decoded tokens of a sequence between two rounds whose SettleOutcome::attention_mass is
   // measured; its first one is, too. 0: never.
   int64_t mass_interval = 0;
+  bool samples = true;  // false: no tokens are drawn, since another rank does (RankedExecutor)
   TierOpener open_tier = TiersIn("");
 };
 

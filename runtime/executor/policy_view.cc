@@ -6,6 +6,7 @@
 
 #include "policies/rounding.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/ranks/ranks.h"
 
 namespace epikv {
 namespace {
@@ -26,6 +27,20 @@ std::vector<at::Tensor> OutputGrams(const Model& model) {
     grams.push_back(at::matmul(by_head, by_head.transpose(1, 2)).cpu());
   }
   return grams;
+}
+
+int64_t PolicyView::first_kv_head() const {
+  const auto& ranks = model_.ranks();
+  return ranks == nullptr ? 0 : ranks->rank() * num_kv_heads();
+}
+
+int64_t PolicyView::all_kv_heads() const {
+  const auto& ranks = model_.ranks();
+  return ranks == nullptr ? num_kv_heads() : ranks->size() * num_kv_heads();
+}
+
+void PolicyView::AverageOverRanks(absl::Span<float> mean) const {
+  if (model_.ranks() != nullptr) model_.ranks()->Average(mean.data(), std::ssize(mean));
 }
 
 int64_t PolicyView::prompt_tokens() const {

@@ -31,6 +31,9 @@ class PolicyView final : public CacheView {
   int64_t num_layers() const override { return sequence_.cache.num_layers(); }
   int64_t num_kv_heads() const override { return sequence_.cache.num_kv_heads(); }
   int64_t num_heads() const override { return manifest_.num_heads; }
+  int64_t first_kv_head() const override;
+  int64_t all_kv_heads() const override;
+  void AverageOverRanks(absl::Span<float> mean) const override;
   int64_t prompt_tokens() const override;
   int64_t newest() const override { return sequence_.cache.newest(); }
   int64_t next_position(int64_t layer, int64_t head) const override;

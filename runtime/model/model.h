@@ -13,6 +13,8 @@
 
 namespace epikv {
 
+class Ranks;
+
 // What a loaded model says of itself.
 struct ModelFacts {
   Manifest manifest;
@@ -23,6 +25,7 @@ struct ModelFacts {
   at::Device device = at::kCPU;
   bool writes_in_place = false;  // its code changes tensors that it has made
   std::string description;       // one line, for the log: dtype, kernels
+  std::shared_ptr<Ranks> ranks;  // of a shard; null: the model is whole
 };
 
 // A decoder ready to run. Immutable: any thread may call it, several at once.
@@ -55,6 +58,7 @@ class Model {
   at::Device device() const { return facts_.device; }
   bool writes_in_place() const { return facts_.writes_in_place; }
   const std::string& description() const { return facts_.description; }
+  const std::shared_ptr<Ranks>& ranks() const { return facts_.ranks; }
 
  private:
   const ModelFacts facts_;
@@ -64,6 +68,8 @@ struct TorchScriptOptions {
   at::Device device = at::kCPU;
   // On the CPU, pack linear weights where the machine has kernels for it.
   bool prepack = true;
+  // Of a shard of the model: this rank's, whose forwards all ranks run together. Null: it is whole.
+  std::shared_ptr<Ranks> ranks;
 };
 
 // Loads a file that keeps the model contract (DESIGN section 3) and runs one small forward.

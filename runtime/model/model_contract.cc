@@ -19,6 +19,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/model/module_reader.h"
 
 namespace epikv {
 namespace {
@@ -149,6 +150,7 @@ std::string Describe(const at::Tensor& tensor) {
 // Bytes of memory behind the tensor. What a storage says of its length is what the file says of it,
 // and the record it was read from may be shorter.
 int64_t BytesBehind(const at::Tensor& tensor) {
+  if (IsMapped(tensor)) return static_cast<int64_t>(tensor.storage().nbytes());
   const size_t allocated = malloc_usable_size(const_cast<void*>(tensor.storage().data()));
   return static_cast<int64_t>(std::min(allocated, tensor.storage().nbytes()));
 }

@@ -1,6 +1,9 @@
 #include "runtime/model/module_reader.h"
 
 #include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/frontend/lexer.h>
@@ -9,6 +12,10 @@
 #include <torch/csrc/jit/ir/ir.h>
 #include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/import_source.h>
+#include <torch/csrc/jit/serialization/storage_context.h>
+#include <torch/csrc/jit/serialization/unpickler.h>
+#include <unistd.h>
+#include <zlib.h>
 
 #include <memory>
 #include <set>
@@ -20,6 +27,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "runtime/base/checksums.h"
 #include "runtime/model/allowed_operators.h"
 
 namespace epikv {
@@ -271,12 +279,47 @@ std::vector<std::string> CodeViolations(const jit::Module& module,
   return {violations.begin(), violations.end()};
 }
 
+// A file in memory, as long as a tensor is in it.
+class MappedFile {
+ public:
+  // Null: it cannot be mapped.
+  static std::shared_ptr<const MappedFile> Open(const std::string& path) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) return nullptr;
+    struct stat facts;
+    void* data = MAP_FAILED;
+    if (fstat(file, &facts) == 0 && facts.st_size > 0) {
+      data = mmap(nullptr, facts.st_size, PROT_READ, MAP_PRIVATE, file, 0);
+    }
+    close(file);
+    if (data == MAP_FAILED) return nullptr;
+    return std::shared_ptr<const MappedFile>(new MappedFile(data, facts.st_size));
+  }
+  ~MappedFile() { munmap(data_, size_); }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  char* data() const { return static_cast<char*>(data_); }
+  size_t size() const { return size_; }
+
+ private:
+  MappedFile(void* data, size_t size) : data_(data), size_(size) {}
+
+  void* const data_;
+  const size_t size_;
+};
+
+// Of a tensor that is mapped.
+void Unmap(void* file) { delete static_cast<std::shared_ptr<const MappedFile>*>(file); }
+
 // One archive on its way to a module. LibTorch's own reader of modules does the same, and runs what
 // a class says of how its objects are read.
 class Reader {
  public:
-  explicit Reader(caffe2::serialize::PyTorchStreamReader& archive)
+  Reader(caffe2::serialize::PyTorchStreamReader& archive, const std::string& map_from)
       : archive_(archive),
+        path_(map_from),
+        file_(map_from.empty() ? nullptr : MappedFile::Open(map_from)),
         importer_(
             unit_, &constants_, [this](const std::string& name) { return Find(name); },
             archive.version()) {}
@@ -337,10 +380,40 @@ class Reader {
     return jit::readArchiveAndTensors(
         name, /*pickle_prefix=*/"", /*tensor_prefix=*/"",
         [this](const c10::QualifiedName& type) { return FindType(type); }, MakeObject, c10::kCPU,
-        archive_);
+        archive_, jit::Unpickler::defaultTypeParser, Mapped(name));
   }
 
+  // The weights of a part of the archive, by their names; null: they are to be read.
+  std::shared_ptr<jit::DeserializationStorageContext> Mapped(const std::string& name) {
+    if (file_ == nullptr) return nullptr;
+    const absl::StatusOr<Checksums> checksums = ReadChecksums(path_);
+    if (!checksums.ok()) return nullptr;
+    auto storages = std::make_shared<jit::DeserializationStorageContext>();
+    const std::string folder = name + "/";
+    for (const std::string& record : archive_.getAllRecords()) {
+      if (!absl::StartsWith(record, folder)) continue;
+      const size_t offset = archive_.getRecordOffset(record), size = archive_.getRecordSize(record);
+      const bool fits =
+          offset % kAlignment == 0 && offset <= file_->size() && size <= file_->size() - offset;
+      if (!fits || size == 0) continue;
+      const auto* const bytes = reinterpret_cast<const Bytef*>(file_->data() + offset);
+      const auto known = checksums->find(record);
+      if (known == checksums->end() || crc32_z(0, bytes, size) != known->second) {
+        continue;  // it is not stored as it is
+      }
+      auto* const file = new std::shared_ptr<const MappedFile>(file_);
+      storages->addStorage(
+          record.substr(folder.size()),
+          c10::Storage(c10::Storage::use_byte_size_t(), size,
+                       c10::DataPtr(file_->data() + offset, file, &Unmap, c10::kCPU)));
+    }
+    return storages;
+  }
+  static constexpr size_t kAlignment = 64;  // that torch writes, and its kernels like
+
   caffe2::serialize::PyTorchStreamReader& archive_;
+  const std::string path_;
+  const std::shared_ptr<const MappedFile> file_;  // at path_; null: weights are read
   const std::shared_ptr<jit::CompilationUnit> unit_ = std::make_shared<jit::CompilationUnit>();
   std::vector<c10::IValue> constants_;
   const jit::SourceImporter importer_;
@@ -348,9 +421,14 @@ class Reader {
 
 }  // namespace
 
-ReadModule ReadModuleWithoutRunning(caffe2::serialize::PyTorchStreamReader& archive) {
+bool IsMapped(const at::Tensor& tensor) {
+  return tensor.storage().data_ptr().get_deleter() == &Unmap;
+}
+
+ReadModule ReadModuleWithoutRunning(caffe2::serialize::PyTorchStreamReader& archive,
+                                    const std::string& map_from) {
   try {
-    return Reader(archive).Read();
+    return Reader(archive, map_from).Read();
   } catch (const Refused& refused) {
     return {.violations = {refused.what()}};
   }

@@ -28,8 +28,10 @@
 #include "runtime/base/scalar_type.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_contract.h"
+#include "runtime/model/model_shard.h"
 #include "runtime/model/module_reader.h"
 #include "runtime/model/packed_linear.h"
+#include "runtime/model/rank_operators.h"
 #include "runtime/text/utf8.h"
 
 namespace epikv {
@@ -76,6 +78,7 @@ class TorchScriptModel final : public Model {
                      const at::Tensor& last, ForwardHooks& hooks) const override {
     const c10::InferenceMode inference;
     const HooksScope scope(hooks);
+    const RanksScope exchanges(ranks().get());
     static NoWarnings none;  // a file's code may warn, with what it pleases
     const c10::WarningUtils::WarningHandlerGuard quiet(&none);
     torch::jit::Stack stack = {token_ids.to(device()), positions.to(device()), last.to(device())};
@@ -191,12 +194,12 @@ absl::Status CheckArchive(const std::string& path) {
 
 // Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
 // weights are read.
-absl::StatusOr<Contents> Read(const std::string& path) {
+absl::StatusOr<Contents> Read(const std::string& path, bool maps) {
   Contents contents;
   caffe2::serialize::PyTorchStreamReader reader(path);
   const std::vector<std::string> violations = ReadExtras(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
-  ReadModule read = ReadModuleWithoutRunning(reader);
+  ReadModule read = ReadModuleWithoutRunning(reader, maps ? path : "");
   if (!read.violations.empty()) return Broken(path, read.violations);
   contents.module = std::move(read.module);
   return contents;
@@ -344,6 +347,21 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
+  if (options.ranks != nullptr) {
+    Shards shards;
+    if (absl::Status cut = CutShard(graph, *options.ranks, contents.manifest, shards); !cut.ok()) {
+      return cut;
+    }
+    for (at::Tensor& weight : named.output_projections) {
+      if (!weight.defined()) continue;
+      const auto found = shards.find(weight.const_data_ptr());
+      if (found == shards.end()) {
+        return absl::FailedPreconditionError("an output_projection was not split");
+      }
+      weight = found->second;
+    }
+    if (named.final_norm.defined()) named.final_norm = named.final_norm.clone();
+  }
   const bool on_cpu = options.device.is_cpu();
   const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
   if (!on_cpu && !contents.manifest.quantization.empty()) {
@@ -375,7 +393,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
                       .chat_template_json = std::move(contents.chat_template_json),
                       .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
                       .device = options.device,
-                      .writes_in_place = WritesInPlace(graph.block())};
+                      .writes_in_place = WritesInPlace(graph.block()),
+                      .ranks = options.ranks};
   facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
   if (named.final_norm.defined()) named.final_norm = named.final_norm.detach().to(options.device);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections),
@@ -384,7 +403,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
                                                    TorchScriptOptions options) {
-  absl::StatusOr<Contents> contents = Read(path);
+  // A shard is cut out of weights that never are in this process's own memory.
+  absl::StatusOr<Contents> contents = Read(path, /*maps=*/options.ranks != nullptr);
   if (!contents.ok()) return contents.status();
   contents->module.eval();
   torch::jit::Inline(*contents->module.get_method("forward").graph());

@@ -77,6 +77,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .decode_kernel = c.decode_kernel(),
                   .prefill_kernel = c.prefill_kernel(),
                   .mass_interval = c.evicted_mass_interval_tokens()},
+      .tensor_parallel = c.tensor_parallel(),
       .serving = {.scheduler = {.max_step_tokens = c.max_step_tokens(),
                                 .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                                 .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0,

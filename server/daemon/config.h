@@ -34,6 +34,7 @@ struct Config {
   ModelFileRules model_files;
   ProcessorLimit processor = ProcessorLimit::kNone;
   RuntimeOptions runtime;  // but for what a ModelSource says
+  int64_t tensor_parallel = 1;
   ServingOptions serving;
   OutboxLimits outbox;
   absl::Duration drain;

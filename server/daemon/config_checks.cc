@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/base/processor.h"
+#include "runtime/ranks/ranks.h"
 #include "runtime/step/deterministic.h"
 #include "runtime/text/utf8.h"
 #include "server/daemon/config.h"
@@ -198,6 +199,18 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "be off with --device=cuda: there a result depends on what else is in the batch");
   check.Require(c.kv_dtype() == "model" || c.device() != "cuda", "kv_dtype",
                 "be model with --device=cuda: int8 works on the CPU only");
+  check.Require(c.tensor_parallel() >= 1 && c.tensor_parallel() <= kMostRanks, "tensor_parallel",
+                "be 1 to 8");
+  const bool by_ranks = c.tensor_parallel() > 1;
+  check.Require(!by_ranks || c.device() != "cuda", "tensor_parallel",
+                "be 1 with --device=cuda: several processes serve on the CPU only");
+  check.Require(!by_ranks || c.draft_model().empty(), "draft_model",
+                "be empty with --tensor_parallel");
+  check.Require(!by_ranks || c.kv_tier_bytes() == 0, "kv_tier_bytes",
+                "be 0 with --tensor_parallel");
+  check.Require(!by_ranks || c.packet_bytes() == 0, "packet_bytes", "be 0 with --tensor_parallel");
+  check.Require(!by_ranks || c.session_bytes() == 0, "session_bytes",
+                "be 0 with --tensor_parallel");
   check.Require(ProcessorLimitOf(c.cpu()).has_value(), "cpu", "be auto, avx512, avx2 or plain");
   constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
   check.Require(
@@ -277,6 +290,9 @@ std::vector<FieldViolation> ViolationsOfRun(const v1::ServerConfig& config) {
   if (config.vllm_dialect() && config.models_size() + (config.model().empty() ? 0 : 1) > 1) {
     violations.push_back(
         {"vllm_dialect", "must be false where several models are served: its requests name none"});
+  }
+  if (config.tensor_parallel() > 1 && config.models_size() + (config.model().empty() ? 0 : 1) > 1) {
+    violations.push_back({"tensor_parallel", "must be 1 where several models are served"});
   }
   if (!config.auth_tokens_file().empty() || config.allow_anonymous()) return violations;
   auto require_loopback = [&](const char* name, const std::string& address) {

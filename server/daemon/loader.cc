@@ -18,9 +18,15 @@ int64_t EngineCores(const Config& config) {
   return cores;
 }
 
-absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
-  const absl::Time begin = SteadyNow();
-  const Config config = settings_.config();
+namespace {
+
+// What LoadModel is given, and the files that it names.
+struct Input {
+  RuntimeOptions options;
+  std::vector<ModelFile> files;
+};
+
+absl::StatusOr<Input> InputOf(const ModelSource& source, const Config& config) {
   const absl::StatusOr<ModelFile> file = ModelFile::Check(source.path, config.model_files);
   if (!file.ok()) return file.status();
   const absl::StatusOr<std::string> artefacts =
@@ -31,19 +37,48 @@ absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
     draft = ModelFile::Check(source.draft_model, config.model_files);
     if (!draft.ok()) return draft.status();
   }
-  RuntimeOptions options = config.runtime;
-  options.model_path = file->path();
-  options.draft_model = draft->path();
-  options.artefact_dir = *artefacts;
-  if (source.kv_pool_bytes > 0) options.kv_pool_bytes = source.kv_pool_bytes;
-  if (source.threads > 0) options.threads = source.threads;
+  Input input{.options = config.runtime, .files = {*file, *draft}};
+  input.options.model_path = file->path();
+  input.options.draft_model = draft->path();
+  input.options.artefact_dir = *artefacts;
+  if (source.kv_pool_bytes > 0) input.options.kv_pool_bytes = source.kv_pool_bytes;
+  if (source.threads > 0) input.options.threads = source.threads;
+  return input;
+}
+
+// Of the files that were loaded.
+absl::Status CheckUnchanged(absl::Span<const ModelFile> files) {
+  for (const ModelFile& file : files) {
+    if (file.path().empty()) continue;
+    if (absl::Status status = file.CheckUnchanged(); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ServeAsRank(const Config& config, std::shared_ptr<Ranks> ranks) {
+  absl::StatusOr<Input> input = InputOf(config.models.front(), config);
+  if (!input.ok()) return input.status();  // rank 0 says the same
+  input->options.ranks = std::move(ranks);
+  return ServeRank(input->options);
+}
+
+absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
+  const absl::Time begin = SteadyNow();
+  const Config config = settings_.config();
+  if (ranks_ != nullptr && ranks_serve_.exchange(true)) {
+    return absl::FailedPreconditionError(
+        "several processes serve one model (--tensor_parallel), and no other");
+  }
+  absl::StatusOr<Input> input = InputOf(source, config);
+  if (!input.ok()) return input.status();
+  RuntimeOptions& options = input->options;
+  options.ranks = ranks_;
   options.progress = [this](absl::string_view stage) { log_.Info(stage); };
   absl::StatusOr<LoadedModel> loaded = LoadModel(options);
   if (!loaded.ok()) return loaded.status();
-  for (const ModelFile& loaded_file : {*file, *draft}) {
-    if (loaded_file.path().empty()) continue;
-    if (absl::Status status = loaded_file.CheckUnchanged(); !status.ok()) return status;
-  }
+  if (absl::Status status = CheckUnchanged(input->files); !status.ok()) return status;
   for (const std::string& line : loaded->description) log_.Info(line);
   return MakeServedModel(*std::move(loaded), source, config.serving, SteadyNow() - begin, cores_,
                          metrics_);

@@ -228,9 +228,15 @@ absl::Status Change(const Config& next, Models& models, Metrics& metrics, Log& l
 
 }  // namespace
 
-absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
+absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals, RankProcesses* ranks) {
   const Config config = ConfigOf(settled);
   static Log& log = *new Log(config.log_level);  // gRPC's threads use it to the end
+  if (ranks != nullptr) {
+    ranks->Watch([&signals](const std::string& why) {
+      log.Say(LogLevel::kError, absl::StrCat(why, ": the daemon stops"));
+      signals.Stop();
+    });
+  }
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
   if (absl::Status status = LimitProcessor(config.processor); !status.ok()) {
     return absl::Status(status.code(),
@@ -289,7 +295,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   Models models(lifecycle);
   Settings settings(
       settled, [&](const Config& next) { return Change(next, models, metrics, log); }, log);
-  const Loader loader(settings, log, cores, metrics);
+  const Loader loader(settings, log, cores, metrics, ranks == nullptr ? nullptr : ranks->ranks());
   absl::StatusOr<std::unique_ptr<Experiments>> experiments = nullptr;
   if (!config.experiments.store.empty()) {
     experiments = Experiments::Open(config.experiments, metrics, log);
@@ -358,7 +364,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
     access_log->reset();
     std::_Exit(0);
   }
-  return absl::OkStatus();
+  const std::string failure = ranks == nullptr ? "" : ranks->ranks()->failure();
+  return failure.empty() ? absl::OkStatus() : absl::InternalError(failure);
 }
 
 }  // namespace epikv

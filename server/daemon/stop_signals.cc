@@ -18,11 +18,15 @@ StopSignals::StopSignals() {
   std::thread([this] { Run(); }).detach();  // waits for signals until the process ends
 }
 
+void StopSignals::Stop() {
+  absl::call_once(once_, [this] { stop_.Notify(); });
+}
+
 void StopSignals::Run() {
   int signal = 0;
   sigwait(&set_, &signal);
   if (!serving_.HasBeenNotified()) std::_Exit(128 + signal);
-  stop_.Notify();
+  Stop();
   sigwait(&set_, &signal);
   std::_Exit(128 + signal);
 }

@@ -73,8 +73,8 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_vocab_size(manifest.vocab_size);
   proto.set_context_length(manifest.context_length);
   proto.set_layers(manifest.num_layers());
-  proto.set_heads(manifest.num_heads);
-  proto.set_kv_heads(manifest.num_kv_heads);
+  proto.set_heads(manifest.num_heads * model.ranks);
+  proto.set_kv_heads(manifest.num_kv_heads * model.ranks);
   proto.set_hidden_size(manifest.hidden_size);
   proto.set_kv_dtype(std::string(model.admission->kv_format().name()));
   proto.set_kv_bytes_per_token(model.admission->kv_bytes_per_token());
@@ -94,6 +94,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_weights(manifest.weights);
   proto.set_quantization(manifest.quantization);
   proto.set_draft_model(model.draft_model);
+  proto.set_tensor_parallel(static_cast<uint32_t>(model.ranks));
   v1::ChatSupport& chat = *proto.mutable_chat();
   chat.set_refusal(model.chat.refusal());
   chat.set_system_refusal(model.chat.system_refusal());

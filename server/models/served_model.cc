@@ -92,10 +92,12 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                       .max_round_pairs = options.scheduler.max_round_pairs,
                       .turns_keys = loaded.device == "cpu",
                       .drafts = loaded.drafter != nullptr,
+                      .by_ranks = loaded.ranks > 1,
                       .defaults = options.defaults});
   model->embed = std::move(loaded.embed);
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
+  model->ranks = loaded.ranks;
   model->device = loaded.device;
   model->draft_model = loaded.draft_model;
   model->decode_kernel = loaded.decode_kernel;

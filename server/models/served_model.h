@@ -59,6 +59,7 @@ struct ServedModel : std::enable_shared_from_this<ServedModel> {
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;  // LoadedModel's
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
+  int64_t ranks = 1;                // that serve it, each with a part of its KV heads
   std::string device, draft_model;  // LoadedModel's
   std::string decode_kernel, prefill_kernel;
   bool deterministic = false;

@@ -418,6 +418,7 @@ class Model:
     device: str  # "cpu", "cuda"
     weights: str  # digest
     quantization: str  # of the linears: "int8", "int4"; "": as dtype says
+    tensor_parallel: int  # processes that serve it; what is said in bytes is each one's
     draft_model: str  # its name, of Speculation("draft"); "": there is none
     chat: ChatSupport | None
     sampling: Sampling | None  # where a request does not say
