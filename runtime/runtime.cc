@@ -296,8 +296,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   loaded.device = options.device;
   Ranks* const ranks = options.ranks.get();
   const int64_t processes = loaded.ranks = ranks == nullptr ? 1 : ranks->size();
-  loaded.threads =
-      options.threads > 0 ? options.threads : std::max<int64_t>(1, (CpuQuota() - 1) / processes);
+  loaded.threads = options.threads > 0 ? options.threads : std::max<int64_t>(1, CpuQuota() - 1);
   at::set_num_threads(static_cast<int>(loaded.threads));
 
   progress("loading the model");

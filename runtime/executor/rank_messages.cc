@@ -62,6 +62,7 @@ json RequestMessage(const Request& request) {
           {"read", {request.read.tokens, request.read.rule.page, request.read.rule.dense_layers}},
           {"prefix_salt", request.prefix_salt},
           {"bypass_prefix_cache", request.bypass_prefix_cache},
+          {"guess_tokens", request.guess_tokens},
           {"tap_layers", request.tap_layers},
           {"demand", request.demand}};
 }
@@ -99,6 +100,7 @@ std::unique_ptr<const Request> RequestOf(const json& message, PolicyCatalog cata
   request->read = {.tokens = read.at(0), .rule = {.page = read.at(1), .dense_layers = read.at(2)}};
   message.at("prefix_salt").get_to(request->prefix_salt);
   message.at("bypass_prefix_cache").get_to(request->bypass_prefix_cache);
+  message.at("guess_tokens").get_to(request->guess_tokens);
   message.at("tap_layers").get_to(request->tap_layers);
   message.at("demand").get_to(request->demand);
   return request;

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/executor/rank_messages.h"
 
@@ -83,6 +84,9 @@ absl::StatusOr<std::vector<ForwardOutcome>> RankedExecutor::Forward(
     Tell(*ranks_, {{"call", "forward"}, {"items", ItemsMessage(items)}});
     absl::StatusOr<std::vector<ForwardOutcome>> outcomes = own_->Forward(items);
     FailIf(*ranks_, outcomes.status());
+    if (outcomes.ok() && !absl::c_all_of(*outcomes, [](const auto& of) { return of.status.ok(); })) {
+      DropPrefixes();  // others, who draw no tokens, may have kept what this rank has not
+    }
     return outcomes;
   } catch (const RankFailure& failure) {
     return Failed(failure);

@@ -32,7 +32,8 @@ at::Tensor GatherRanks(const at::Tensor& part, int64_t size) {
   sizes.insert(sizes.begin(), ranks.size());
   at::Tensor all = at::empty(sizes, own.options());  // [ranks, rows, n]
   ranks.Gather(own.const_data_ptr(), static_cast<int64_t>(own.nbytes()), all.mutable_data_ptr());
-  return all.transpose(0, 1).reshape({own.size(0), -1}).narrow(1, 0, size);
+  // None of the rows, in a chunk of a prompt that goes on, has logits.
+  return all.transpose(0, 1).reshape({own.size(0), ranks.size() * own.size(1)}).narrow(1, 0, size);
 }
 
 // Rows [begin, begin + weight.size(0)) of an embedding; zeros for the tokens of other ranks.

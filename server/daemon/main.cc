@@ -1,5 +1,6 @@
 #include <google/protobuf/stubs/logging.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <iostream>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/machine.h"
 #include "runtime/base/processor.h"
 #include "runtime/base/when_idle.h"
 #include "runtime/ranks/ranks.h"
@@ -58,9 +60,12 @@ int Main(const std::vector<std::string>& args) {
     return 0;
   }
   BoundKernelCaches();
-  const v1::ServerConfig& config = std::get<Run>(*command).config;
+  v1::ServerConfig config = std::get<Run>(*command).config;
   std::optional<RankProcesses> ranks;  // before any thread
   if (config.tensor_parallel() > 1) {
+    if (config.threads() == 0) {  // as long as all cores are everybody's
+      config.set_threads(std::max<int64_t>(1, (CpuQuota() - 1) / config.tensor_parallel()));
+    }
     ranks.emplace(static_cast<int>(config.tensor_parallel()),
                   [&](std::shared_ptr<Ranks> own) { return RunRank(config, std::move(own)); });
   }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/ranks/placement.h"
 
 namespace epikv {
 namespace {
@@ -49,8 +50,10 @@ RankProcesses::RankProcesses(int size, absl::FunctionRef<int(std::shared_ptr<Ran
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE, SIGXFSZ}) {
       std::signal(signal, SIG_IGN);
     }
+    PlaceRank(rank, size);
     std::_Exit(run(std::make_shared<Ranks>(memory, rank)));
   }
+  PlaceRank(0, size);
 }
 
 void RankProcesses::Watch(std::function<void(const std::string& why)> on_failure) {

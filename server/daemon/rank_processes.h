@@ -14,7 +14,8 @@ namespace epikv {
 
 // The processes of --tensor_parallel. This one is rank 0, and the others are forked from it: they
 // share its memory of Ranks and its standard error, no signal but SIGKILL ends them, and they end
-// with it. Made before this process has any other thread.
+// with it. Where there are memory nodes enough, each is bound to its own. Made before this process
+// has any other thread.
 class RankProcesses {
  public:
   // run: the life of another rank. Its process ends with the status that it returns.
