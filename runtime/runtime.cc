@@ -12,6 +12,7 @@
 #include <system_error>
 #include <thread>
 
+#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -34,6 +35,8 @@
 #include "runtime/model/model.h"
 #include "runtime/model/model_shape.h"
 #include "runtime/ranks/ranks.h"
+#include "runtime/text/phrases.h"
+#include "runtime/text/tokenizer.h"
 
 namespace epikv {
 namespace {
@@ -324,9 +327,17 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
       !status.ok()) {
     return status;
   }
-  absl::StatusOr<ModelShape> known = ShapeWithArtefacts(loaded.manifest, loaded.policies,
-                                                        options.artefact_dir, loaded.description);
+  if (ranks != nullptr) {
+    ranks->Agree(absl::HashOf(loaded.manifest.weights, loaded.tokenizer_json), "which model it is");
+  }
+  Manifest whole = loaded.manifest;
+  whole.num_heads *= loaded.ranks;
+  whole.num_kv_heads *= loaded.ranks;
+  absl::StatusOr<ModelShape> known =
+      ShapeWithArtefacts(whole, loaded.policies, options.artefact_dir, loaded.description);
   if (!known.ok()) return known.status();
+  known->num_heads = loaded.manifest.num_heads;  // of the shard
+  known->num_kv_heads = loaded.manifest.num_kv_heads;
   if (on_gpu) PlaceGatesOn(*device, *known);
   loaded.shape = *std::move(known);
   absl::StatusOr<std::unique_ptr<Model>> draft = LoadDraft(options, **model);
@@ -465,6 +476,9 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) {
 absl::Status ServeRank(const RuntimeOptions& options) {
   absl::StatusOr<LoadedModel> loaded = LoadModel(options);
   if (!loaded.ok()) return loaded.status();
+  const auto tokenizer = Tokenizer::FromJson(loaded->tokenizer_json);
+  if (!tokenizer.ok()) return tokenizer.status();  // rank 0 says the same
+  AddPhrases(**tokenizer, loaded->shape);
   loaded->on_engine_thread_start();
   return ServeRank(static_cast<Executor&>(*loaded->executor), *options.ranks, loaded->policies,
                    loaded->shape);

@@ -22,6 +22,7 @@
 #include "runtime/kv/packet_rows.h"
 #include "runtime/model/model_contract.h"
 #include "runtime/model/model_shape.h"
+#include "runtime/ranks/ranks.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/step_item.h"
 
@@ -495,6 +496,14 @@ bool Executor::RoundIsDue(const OpenSequence& sequence, const WorkItem& item, in
   return sequence.cache.OverBudget(slack, coming) || UnaskedRound(item, traits);
 }
 
+// A head that decides for itself may be full where another is not, and one that is has all go.
+bool Executor::RoundIsDueAnywhere(const OpenSequence& sequence, const WorkItem& item) const {
+  const bool due = RoundIsDue(sequence, item, /*coming=*/0);
+  const bool own = sequence.request.traits.granularity == Granularity::kHead;
+  if (model_->ranks() == nullptr || !own) return due;
+  return model_->ranks()->Least(due ? 0 : 1) == 0;
+}
+
 std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
   std::vector<SettleOutcome> outcomes(items.size());
   for (size_t i = 0; i < items.size(); ++i) {
@@ -522,7 +531,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     if (outcome.status.ok() && ThinkingGoes(sequence, item)) {
       outcome.status = EvictThinking(sequence, item.thinking->span, outcome);
     }
-    const bool due = RoundIsDue(sequence, item, /*coming=*/0);
+    const bool due = RoundIsDueAnywhere(sequence, item);
     const bool passes = sequence.request.demand.passes && !item.decode &&
                         (traits.prompt == PromptEviction::kByChunk ? due : item.ends_prefill);
     if (outcome.status.ok() && passes) {
@@ -690,6 +699,17 @@ int64_t Executor::PackedBytes(SequenceId id) const {
 void Executor::Close(SequenceId id) {
   passes_.erase(id);
   open_.erase(id);
+}
+
+uint64_t Executor::SharedSlots(SequenceId id) const {
+  const OpenSequence& sequence = *open_.at(id);
+  uint64_t seen = 1;
+  for (int64_t t = 0; t < sequence.cache.num_tables(); ++t) {
+    for (const int32_t token : sequence.cache.table(t).index()) {
+      seen = (seen ^ static_cast<uint64_t>(token)) * 0x100000001b3u;  // FNV-1a
+    }
+  }
+  return seen;
 }
 
 int64_t Executor::used_bytes() const {

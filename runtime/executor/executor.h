@@ -64,6 +64,7 @@ class Executor final : public StepExecutor {
                                int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
   ForwardOutcome Accept(const WorkItem& item) override;
+  // Where several ranks serve the model: of this rank's lanes.
   bool MayRound(const WorkItem& item) const override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
@@ -79,6 +80,9 @@ class Executor final : public StepExecutor {
     prefixes_.Clear();
     evicted_.Clear();
   }
+  // Which tokens lanes hold that share a keep decision, and where: the same in all ranks, where
+  // heads do not decide for themselves.
+  uint64_t SharedSlots(SequenceId id) const;
   void AddPool(StepStats& step) const override;
   void AddStageTimes(StepStats& step) const override;
 
@@ -116,6 +120,8 @@ class Executor final : public StepExecutor {
   static bool ThinkingGoes(const OpenSequence& sequence, const WorkItem& item);
   // Whether the round after this item, with `coming` tokens more than are cached, is to happen.
   static bool RoundIsDue(const OpenSequence& sequence, const WorkItem& item, int64_t coming);
+  // The same of all ranks' lanes, once the item's tokens are cached. All ranks ask.
+  bool RoundIsDueAnywhere(const OpenSequence& sequence, const WorkItem& item) const;
   // Begins the policy's scratch pass over what is cached of a prompt, and says what runs first;
   // empty: there is no room left in the context.
   absl::StatusOr<std::vector<int32_t>> BeginPass(OpenSequence& sequence, SequenceId id,

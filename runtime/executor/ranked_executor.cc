@@ -2,12 +2,15 @@
 
 #include <exception>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/base/reason.h"
+#include "runtime/executor/policy_calls.h"
 #include "runtime/executor/rank_messages.h"
 
 namespace epikv {
@@ -30,17 +33,36 @@ uint64_t ResultOf(const absl::Status& status) { return Mix(1, static_cast<int>(s
 uint64_t ResultOf(const absl::StatusOr<int64_t>& cached) {
   return cached.ok() ? Mix(2, *cached) : ResultOf(cached.status());
 }
-// Heads that decide for themselves need not drop equally much.
-uint64_t ResultOf(absl::Span<const WorkItem> items, const std::vector<SettleOutcome>& outcomes) {
+
+// Settles on a rank, as all do at once. Who fails in one has failed in all; and the others have to
+// hold the same, where heads do not decide for themselves.
+std::vector<SettleOutcome> SettleTogether(Executor& own, Ranks& ranks,
+                                          absl::Span<const WorkItem> items) {
+  std::vector<SettleOutcome> outcomes = own.Settle(items);
+  std::vector<char> failed, all(items.size() * ranks.size());
+  for (const SettleOutcome& outcome : outcomes) failed.push_back(outcome.status.ok() ? 0 : 1);
+  ranks.Gather(failed.data(), std::ssize(failed), all.data());
   uint64_t seen = 3;
   for (size_t i = 0; i < items.size(); ++i) {
-    seen = Mix(seen, static_cast<int>(outcomes[i].status.code()));
+    for (int r = 0; r < ranks.size() && outcomes[i].status.ok(); ++r) {
+      if (all[r * items.size() + i] == 0) continue;
+      outcomes[i].status = PolicyFailure(*items[i].request, kPolicyStatus,
+                                         absl::StrCat("on the KV heads of rank ", r));
+    }
+    if (!outcomes[i].status.ok()) continue;
     seen = Mix(seen, outcomes[i].pass.empty());
-    if (items[i].request->traits.granularity != Granularity::kHead) {
-      seen = Mix(seen, outcomes[i].evicted_entries);
+    const bool shared = items[i].request->traits.granularity != Granularity::kHead;
+    if (shared && outcomes[i].evicted_entries > 0) {
+      seen = Mix(seen, static_cast<int64_t>(own.SharedSlots(items[i].id)));
     }
   }
-  return seen;
+  ranks.Agree(seen, "what its policies drop");
+  return outcomes;
+}
+
+// Of a rank that draws no tokens: no item of its own can fail but for want of memory.
+void Expect(const ForwardOutcome& outcome) {
+  if (!outcome.status.ok()) throw std::runtime_error(std::string(outcome.status.message()));
 }
 
 // A forward that ends before its end leaves the other ranks waiting.
@@ -84,7 +106,8 @@ absl::StatusOr<std::vector<ForwardOutcome>> RankedExecutor::Forward(
     Tell(*ranks_, {{"call", "forward"}, {"items", ItemsMessage(items)}});
     absl::StatusOr<std::vector<ForwardOutcome>> outcomes = own_->Forward(items);
     FailIf(*ranks_, outcomes.status());
-    if (outcomes.ok() && !absl::c_all_of(*outcomes, [](const auto& of) { return of.status.ok(); })) {
+    if (outcomes.ok() &&
+        !absl::c_all_of(*outcomes, [](const auto& of) { return of.status.ok(); })) {
       DropPrefixes();  // others, who draw no tokens, may have kept what this rank has not
     }
     return outcomes;
@@ -96,18 +119,30 @@ absl::StatusOr<std::vector<ForwardOutcome>> RankedExecutor::Forward(
 ForwardOutcome RankedExecutor::Accept(const WorkItem& item) {
   try {
     Tell(*ranks_, {{"call", "accept"}, {"items", ItemsMessage({&item, 1})}});
-    return own_->Accept(item);
+    ForwardOutcome outcome = own_->Accept(item);
+    if (!outcome.status.ok()) DropPrefixes();  // as in Forward
+    return outcome;
   } catch (const RankFailure& failure) {
     return {.status = Failed(failure)};
+  }
+}
+
+bool RankedExecutor::MayRound(const WorkItem& item) const {
+  const bool here = own_->MayRound(item);
+  const PolicyTraits& traits = item.request->traits;
+  if (here || !traits.evicts || traits.granularity != Granularity::kHead) return here;
+  try {
+    Tell(*ranks_, {{"call", "may_round"}, {"items", ItemsMessage({&item, 1})}});
+    return ranks_->Least(1) == 0;
+  } catch (const RankFailure&) {
+    return true;  // nothing is guessed
   }
 }
 
 std::vector<SettleOutcome> RankedExecutor::Settle(absl::Span<const WorkItem> items) {
   try {
     Tell(*ranks_, {{"call", "settle"}, {"items", ItemsMessage(items)}});
-    std::vector<SettleOutcome> outcomes = own_->Settle(items);
-    ranks_->Agree(ResultOf(items, outcomes), "what its policies drop");
-    return outcomes;
+    return SettleTogether(*own_, *ranks_, items);
   } catch (const RankFailure& failure) {
     std::vector<SettleOutcome> outcomes(items.size());
     for (SettleOutcome& outcome : outcomes) outcome.status = Failed(failure);
@@ -169,12 +204,17 @@ absl::Status ServeRank(Executor& own, Ranks& ranks, PolicyCatalog catalog,
       forwarded = ReceivedItems(call.at("items"), of);
       const auto outcomes = own.Forward(forwarded.items());
       FailIf(ranks, outcomes.status());
+      if (!outcomes.ok()) return outcomes.status();
+      for (const ForwardOutcome& outcome : *outcomes) Expect(outcome);
     } else if (name == "accept") {
       const ReceivedItems accepted(call.at("items"), of);
-      own.Accept(accepted.items()[0]);
+      Expect(own.Accept(accepted.items()[0]));
+    } else if (name == "may_round") {
+      const ReceivedItems asked(call.at("items"), of);
+      ranks.Least(own.MayRound(asked.items()[0]) ? 0 : 1);
     } else if (name == "settle") {
       const ReceivedItems settled(call.at("items"), of);
-      ranks.Agree(ResultOf(settled.items(), own.Settle(settled.items())), "what its policies drop");
+      SettleTogether(own, ranks, settled.items());
     } else if (name == "close") {
       own.Close(id);
       requests.erase(id);

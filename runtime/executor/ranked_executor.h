@@ -26,7 +26,7 @@ class RankedExecutor final : public StepExecutor {
                                int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
   ForwardOutcome Accept(const WorkItem& item) override;
-  bool MayRound(const WorkItem& item) const override { return own_->MayRound(item); }
+  bool MayRound(const WorkItem& item) const override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
   CacheFacts Facts(SequenceId id) const override { return own_->Facts(id); }
@@ -38,8 +38,6 @@ class RankedExecutor final : public StepExecutor {
   void DropPrefixes() override;
   void AddPool(StepStats& step) const override { own_->AddPool(step); }
   void AddStageTimes(StepStats& step) const override { own_->AddStageTimes(step); }
-
-  const Executor& own() const { return *own_; }
 
  private:
   const std::unique_ptr<Executor> own_;

@@ -279,7 +279,9 @@ class Cutter {
         }
         if (!ours) {
           at::Tensor& own = shards_[tensor.const_data_ptr()];
-          if (!own.defined() || own.sizes() != tensor.sizes()) own = tensor.clone();
+          const bool same = own.defined() && own.dtype() == tensor.dtype() &&
+                            own.sizes() == tensor.sizes() && own.strides() == tensor.strides();
+          if (!same) own = tensor.clone();
           node->t_(c10::attr::value, own);
         }
       }

@@ -250,9 +250,11 @@ std::string Ranks::Receive() {
 
 void Ranks::Fail(absl::string_view why) {
   RankMemory::Header& shared = *memory_->header;
-  if (shared.failing.exchange(1) != 0) return;
-  const size_t size = std::min(why.size(), kReason - 1);
-  std::memcpy(shared.reason, why.data(), size);
+  if (shared.failing.exchange(1) == 0) {
+    std::memcpy(shared.reason, why.data(), std::min(why.size(), kReason - 1));
+  } else {  // another writes its reason, unless it was killed as it did
+    for (int i = 0; i < 100 && shared.failed.load() == 0; ++i) usleep(100);
+  }
   shared.failed.store(1);
   for (RankMemory::Place& place : shared.places) Wake(place.met);
 }

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +18,8 @@
 #include <variant>
 #include <vector>
 
+#include "policies/registry.h"
+#include "policies/scored_policy.h"
 #include "runtime/executor/ranked_executor.h"
 #include "runtime/ranks/ranks.h"
 #include "tests/fixtures/engine_harness.h"
@@ -37,8 +40,8 @@ class Team {
       : memory_(Ranks::Share(size, kSlotBytes)), statuses_(size, absl::OkStatus()) {
     std::vector<absl::StatusOr<std::unique_ptr<Model>>> shards(size);
     std::vector<std::thread> loading;
+    for (int r = 0; r < size; ++r) ranks_.push_back(std::make_shared<Ranks>(memory_, r));
     for (int r = 0; r < size; ++r) {
-      ranks_.push_back(std::make_shared<Ranks>(memory_, r));
       loading.emplace_back([&, r] {
         at::set_num_threads(1);
         shards[r] = LoadTorchScript(ModelPath(model), {.ranks = ranks_[r]});
@@ -140,6 +143,14 @@ TEST_P(EveryPolicyByRanks, SaysAndKeepsWhatOneAloneDoes) {
     ExpectNear(many.logprobs, one.logprobs, 1e-3f);
     EXPECT_EQ(VictimsOf(many, heads), VictimsOf(one, heads));
     EXPECT_EQ(team.harness().engine().ledger().reserved(), 0);
+    const std::optional<Thought> thought = ThoughtIn(alone.tokenizer(), one.tokens);
+    if (!thought.has_value() || spec.name == "thinkv_tbe") continue;
+    asked.thinking = thought->marks;
+    asked.kv.evict_thinking = true;
+    const Transcript thinks = alone.Run(asked), many_think = team.harness().Run(asked);
+    ASSERT_TRUE(many_think.ok()) << many_think.finished->status;
+    EXPECT_EQ(many_think.tokens, thinks.tokens);
+    EXPECT_EQ(VictimsOf(many_think, heads), VictimsOf(thinks, heads));
   }
   for (const absl::Status& status : team.End()) EXPECT_TRUE(status.ok()) << status;
 }
@@ -152,6 +163,47 @@ INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyByRanks,
                          testing::Combine(testing::Values(2, 4),
                                           testing::ValuesIn(EvictingPolicies())),
                          NameOf);
+INSTANTIATE_TEST_SUITE_P(Variants, EveryPolicyByRanks,
+                         testing::Combine(testing::Values(2), testing::ValuesIn(PolicyVariants())),
+                         NameOf);
+
+// Its scores are no numbers on the second rank's heads.
+class HalfBroken final : public ScoredPolicy {
+ public:
+  HalfBroken() : ScoredPolicy(Granularity::kHead) {}
+
+ private:
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    const double broken = task.cache.first_kv_head() > 0 ? std::nan("") : 0;
+    return lane.index().to(at::kFloat) + broken;
+  }
+};
+
+constexpr PolicySpec kHalfBroken{
+    .name = "half_broken",
+    .traits = [](const Params&,
+                 const ModelShape&) { return PolicyTraits{.granularity = Granularity::kHead}; },
+    .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<HalfBroken>();
+    }};
+
+TEST(RankLaws, APolicyThatFailsOnOneRankFailsItsRequestAlone) {
+  const PolicySpec* const catalog[] = {FindPolicy(AllPolicies(), "full"), &kHalfBroken};
+  HarnessOptions options{.end_tokens = false};
+  options.policies = catalog;
+  Team team("mha", 2, options);
+  ASSERT_TRUE(team.load().ok()) << team.load();
+  RequestOptions asked;
+  asked.prompt = Text(team.harness().manifest(), 30, 3);
+  asked.stop.max_output_tokens = 90;
+  const auto other = team.harness().Submit(asked);
+  const Transcript failed = team.harness().Run(WithPolicy(asked, {.policy = "half_broken"}, 60));
+  EXPECT_THAT(std::string(failed.finished->status.message()),
+              HasSubstr("policy 'half_broken' failed: on the KV heads of rank 1"));
+  EXPECT_TRUE(other->ok()) << other->finished->status;
+  EXPECT_TRUE(team.harness().Run(asked).ok());
+  for (const absl::Status& status : team.End()) EXPECT_TRUE(status.ok()) << status;
+}
 
 class EveryModelByRanks : public testing::TestWithParam<const char*> {};
 

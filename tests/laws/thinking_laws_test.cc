@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -19,16 +18,9 @@ namespace epikv {
 namespace thinking_laws_test {
 
 constexpr int64_t kAsked = 40, kSaid = 90, kHeld = 72, kKept = 6;
-constexpr int64_t kShortest = 24;  // tokens of thinking
 
 // (model, policy).
 using Thinking = EveryPolicy;
-
-// Thinking that began in the prompt and ends with output `end`, as the model says it.
-struct Thought {
-  ThinkingMarks marks;
-  int64_t end = 0;
-};
 
 RequestOptions Generating(const Manifest& manifest, const PolicyCase& policy, int64_t budget) {
   RequestOptions options = WithPolicy(Scoring(manifest, kAsked, 1, 5), policy, budget);
@@ -38,18 +30,6 @@ RequestOptions Generating(const Manifest& manifest, const PolicyCase& policy, in
   options.sampling.temperature = 1.;
   options.sampling.seed = 11;
   return options;
-}
-
-// What of an output may stand for the last tag: a token whose text has not been there before.
-std::optional<Thought> ThoughtIn(const Tokenizer& tokenizer, const std::vector<int32_t>& output) {
-  for (int64_t end = kShortest; end + 20 < std::ssize(output); ++end) {
-    if (tokenizer.IsSpecial(output[end])) continue;
-    const std::string before = tokenizer.Decode(absl::MakeConstSpan(output).first(end));
-    const std::string tag(tokenizer.TokenBytes(output[end]).value_or(""));
-    if (tag.size() < 2 || absl::StrContains(before + " ", tag)) continue;
-    return Thought{{.tags = {"<never>", tag}, .begun = true}, end};
-  }
-  return std::nullopt;
 }
 
 std::vector<int32_t> TokensOf(const RequestOptions& options, const Transcript& transcript) {

@@ -20,11 +20,12 @@ namespace ranks_test {
 using testing::HasSubstr;
 
 constexpr int64_t kSlotBytes = 256;
+constexpr int64_t kLargeSlotBytes = 1 << 17;  // for sums that ranks share out
 
 // Runs `rank` as each of `size` ranks, the others than 0 in processes of their own, where true is
 // what is to come of it.
-void RunRanks(int size, const std::function<bool(Ranks&)>& rank) {
-  const std::shared_ptr<RankMemory> memory = Ranks::Share(size, kSlotBytes);
+void RunRanks(int size, const std::function<bool(Ranks&)>& rank, int64_t slot_bytes = kSlotBytes) {
+  const std::shared_ptr<RankMemory> memory = Ranks::Share(size, slot_bytes);
   std::vector<pid_t> others;
   for (int r = 1; r < size; ++r) {
     const pid_t pid = fork();
@@ -49,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, RanksOf, testing::Values(1, 2, 3, 8));
 
 // Longer than a slot, and than what one rank sums alone.
 TEST_P(RanksOf, SumTheSameBitsInEach) {
-  RunRanks(GetParam(), [](Ranks& ranks) {
+  const auto sum = [](Ranks& ranks) {
     bool right = true;
     for (const int64_t count : {1, 63, 64, 65, 1000, 40000}) {
       std::vector<float> x(count), expected(count);
@@ -64,7 +65,9 @@ TEST_P(RanksOf, SumTheSameBitsInEach) {
       right = right && x == expected;
     }
     return right;
-  });
+  };
+  RunRanks(GetParam(), sum);
+  RunRanks(GetParam(), sum, kLargeSlotBytes);
 }
 
 TEST_P(RanksOf, SumNarrowTypesInFp32) {

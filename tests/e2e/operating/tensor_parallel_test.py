@@ -68,6 +68,32 @@ def test_answers_are_those_of_one_process(daemon: Daemon, ranked: Daemon) -> Non
                 assert two.summary.kv.rounds == one.summary.kv.rounds
 
 
+def test_prompts_that_are_asked_about(daemon: Daemon, ranked: Daemon) -> None:
+    """Of several steps, under a policy that has the model read them again behind a phrase."""
+    prompt = " ".join(problem(number).prompt for number in range(8))
+    kv = Kv("kvzip", 300, {"allocator": "uniform", "chunk": 256})
+    ask = Stop(max_output_tokens=40, ignore_eos=True)
+    with daemon.client() as alone, ranked.client() as together:
+        one, two = (
+            client.generate_once(prompt, kv=kv, stop=ask, output=OUTPUT)
+            for client in (alone, together)
+        )
+    assert one.summary.usage.prompt_tokens > 600
+    assert one.summary.kv.rounds > 0
+    assert two.token_ids == one.token_ids
+
+
+def test_artefacts_of_the_whole_model_are_read(sample_model: Path, artefact_dir: Path) -> None:
+    """Those of policies that have statistics of each head, too: requests of theirs are refused."""
+    with (
+        Daemon(sample_model, *TWO, f"--artefact_dir={artefact_dir}") as daemon,
+        daemon.client() as client,
+    ):
+        client.generate_once("1 + 2", stop=Stop(max_output_tokens=3))
+        with pytest.raises(RpcError, match="has statistics of each"):
+            client.generate_once(problem(0).prompt, kv=Kv("triattention", 64))
+
+
 def test_the_model_says_how_it_is_served(daemon: Daemon, ranked: Daemon) -> None:
     with daemon.client() as alone, ranked.client() as together:
         one, two = alone.models()[0], together.models()[0]
