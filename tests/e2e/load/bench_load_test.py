@@ -170,9 +170,11 @@ def test_killed_it_leaves_no_daemon(
             signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
     assert all(gone)
-    assert bench.returncode == STATUSES[number], (tmp_path / "log").read_text()
-    assert "Traceback" not in (tmp_path / "log").read_text()
-    assert number == signal.SIGKILL or not any(temporary.iterdir())
+    log = (tmp_path / "log").read_text()
+    assert bench.returncode == STATUSES[number], log
+    if number != signal.SIGKILL:  # of which nobody can clean up, nor tell the processes that watch
+        assert "Traceback" not in log
+        assert not any(temporary.iterdir())
 
 
 def test_an_overload_is_measured(

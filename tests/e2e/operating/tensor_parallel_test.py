@@ -1,6 +1,7 @@
 """One model that several processes serve together (--tensor_parallel): what they say, and their ends."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -175,10 +176,13 @@ def test_a_rank_dies_with_a_daemon_that_is_killed(sample_model: Path) -> None:
 def test_a_model_that_exceeds_one_process_is_served_by_two(tmp_path: Path) -> None:
     """`ulimit -d` counts what a process has of its own, as a cgroup's limit does."""
     model = harness.random_model("limit", **LARGE)
-    limited = tmp_path / "limited"
-    limited.write_text(f'#!/bin/sh\nulimit -d 700000\nexec {find_binary()} "$@"\n')
-    limited.chmod(0o755)
     alone = ("--threads=1", "--kv_pool_bytes=10000000")
+    with Daemon(model, *alone) as daemon:
+        [own] = re.findall(r"VmData:\s+(\d+) kB", Path(f"/proc/{daemon.pid}/status").read_text())
+    most = int(own) - model.stat().st_size // 4 // 1024
+    limited = tmp_path / "limited"
+    limited.write_text(f'#!/bin/sh\nulimit -d {most}\nexec {find_binary()} "$@"\n')
+    limited.chmod(0o755)
     with pytest.raises(DaemonError) as caught, Daemon(model, *alone, binary=limited):
         pass
     assert "not enough memory to load" in str(caught.value)
