@@ -212,9 +212,9 @@ void AddGuard(const ModelShape& shape, PolicyTraits& traits) {
 
 bool DecidesByParts(const PolicySpec& spec, const PolicyTraits& traits) {
   if (!traits.evicts) return true;
-  if (spec.read_data != nullptr) return false;  // of what an artefact says of each head
   if (traits.granularity == Granularity::kHead) {
-    return traits.pool == Pool::kLane && !traits.compares_heads;
+    const bool of_each_head = spec.read_data != nullptr;  // what its artefact says
+    return traits.pool == Pool::kLane && !traits.compares_heads && !of_each_head;
   }
   constexpr Signal kOfHeads[] = {Signal::kAttentionRow, Signal::kKeys,
                                  Signal::kValues,       Signal::kPromptAttention,

@@ -473,12 +473,13 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) {
   return loaded;
 }
 
-absl::Status ServeRank(const RuntimeOptions& options) {
+absl::Status ServeRank(const RuntimeOptions& options, absl::FunctionRef<void()> on_loaded) {
   absl::StatusOr<LoadedModel> loaded = LoadModel(options);
   if (!loaded.ok()) return loaded.status();
   const auto tokenizer = Tokenizer::FromJson(loaded->tokenizer_json);
   if (!tokenizer.ok()) return tokenizer.status();  // rank 0 says the same
   AddPhrases(**tokenizer, loaded->shape);
+  on_loaded();
   loaded->on_engine_thread_start();
   return ServeRank(static_cast<Executor&>(*loaded->executor), *options.ranks, loaded->policies,
                    loaded->shape);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -92,8 +93,8 @@ PolicyCatalog BuiltPolicies();
 // and warms every shape up. The error names every violation. DATA_LOSS: the file is damaged.
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options);
 
-// The life of a rank that is not rank 0: loads its shard, and serves until rank 0 has ended. Not
-// OK: why it could not, which rank 0 is told as well.
-absl::Status ServeRank(const RuntimeOptions& options);
+// The life of a rank that is not rank 0: loads its shard, calls `on_loaded`, and serves until rank
+// 0 has ended. Not OK: why it could not, which rank 0 is told as well.
+absl::Status ServeRank(const RuntimeOptions& options, absl::FunctionRef<void()> on_loaded);
 
 }  // namespace epikv

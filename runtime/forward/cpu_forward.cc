@@ -19,7 +19,27 @@ namespace {
 // One row in the model's dtype, in bytes.
 using RowScratch = absl::FixedArray<char, 1024>;
 
+constexpr int64_t kAppendGrain = 16;  // rows that are worth a thread
+
 }  // namespace
+
+// [n, heads, width], whose heads lie beside each other in a row: as they are where they do, which
+// those do that are a part of one product.
+struct CpuForward::HeadRows {
+  explicit HeadRows(const at::Tensor& x)
+      : tensor(x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous()),
+        data(static_cast<const char*>(tensor.const_data_ptr())),
+        row_bytes(tensor.stride(0) * static_cast<int64_t>(tensor.element_size())),
+        head_bytes(tensor.size(2) * static_cast<int64_t>(tensor.element_size())) {}
+
+  const char* at(int64_t row, int64_t head) const {
+    return data + row * row_bytes + head * head_bytes;
+  }
+
+  const at::Tensor tensor;
+  const char* const data;
+  const int64_t row_bytes, head_bytes;
+};
 
 CpuForward::CpuForward(const Model& model, const ModelShape& shape,
                        absl::Span<const RopeTable> ropes, const KvPool& pool,
@@ -139,7 +159,7 @@ at::Tensor CpuForward::Attention(const at::Tensor& q, const at::Tensor& k, const
   at::Tensor rotated = deterministic_ ? at::zeros_like(q, at::MemoryFormat::Contiguous)
                                       : at::empty_like(q, at::MemoryFormat::Contiguous);
   const absl::Time begin = SteadyNow();
-  Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
+  Append(running_, HeadRows(q), HeadRows(k), HeadRows(v), layer, rotated);
   const std::vector<AttentionItem> items = ItemsOf(rotated, layer);
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   times_.wall[static_cast<int>(Stage::kAttention)] += SteadyNow() - begin;
@@ -218,46 +238,55 @@ void CpuForward::TakeSignals(const at::Tensor& q, const at::Tensor& rotated, int
 
 // Rotates queries into `rotated`, and writes rotated keys and values into the slots the step takes,
 // as the pool's format has them.
-void CpuForward::Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
-                        const at::Tensor& v, int64_t layer, at::Tensor& rotated) {
+void CpuForward::Append(absl::Span<const StepItem> items, const HeadRows& q, const HeadRows& k,
+                        const HeadRows& v, int64_t layer, at::Tensor& rotated) {
+  if (items.empty()) return;
+  auto* const out = static_cast<char*>(rotated.mutable_data_ptr());
+  const int64_t rows = items.back().row + items.back().num_rows();
+  // Items of one row each, too, are several threads' where there are many.
+  at::parallel_for(0, rows, kAppendGrain, [&](int64_t begin, int64_t end) {
+    RowScratch turned(shape_.key_width * ElementBytes(pool_.format().model));
+    auto item = std::upper_bound(items.begin(), items.end(), begin,
+                                 [](int64_t row, const StepItem& of) { return row < of.row; }) -
+                1;
+    for (; item != items.end() && item->row < end; ++item) {
+      const int64_t first = std::max(begin - item->row, int64_t{0});
+      const int64_t last = std::min(end - item->row, item->num_rows());
+      AppendRows(*item, first, last, q, k, v, layer, turned.data(), out);
+    }
+  });
+}
+
+// Rows [first, last) of an item. turned: room for a key.
+void CpuForward::AppendRows(const StepItem& item, int64_t first, int64_t last, const HeadRows& q,
+                            const HeadRows& k, const HeadRows& v, int64_t layer, char* turned,
+                            char* out) {
   const RopeTable& rope = ropes_[model_.manifest().layers[layer].rope];
   const KvFormat& format = pool_.format();
   const int64_t kv_heads = shape_.num_kv_heads, group = shape_.num_heads / kv_heads;
-  const int64_t key_bytes = shape_.key_width * q.element_size();
-  const int64_t value_bytes = shape_.value_width * v.element_size();
-  const char* const q_data = static_cast<const char*>(q.const_data_ptr());
-  const char* const k_data = static_cast<const char*>(k.const_data_ptr());
-  const char* const v_data = static_cast<const char*>(v.const_data_ptr());
-  char* const out_data = static_cast<char*>(rotated.mutable_data_ptr());
-  auto rotate = [&](const char* in, char* out, const float* cos_sin) {
-    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, format.model);
+  const int64_t key_bytes = shape_.key_width * ElementBytes(format.model);
+  const SequenceCache& cache = item.sequence->cache;
+  auto rotate = [&](const char* in, char* to, const float* cos_sin) {
+    Rotate(in, to, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, format.model);
   };
-  for (const StepItem& item : items) {
-    const SequenceCache& cache = item.sequence->cache;
-    at::parallel_for(0, item.num_rows(), 16, [&](int64_t begin, int64_t end) {
-      RowScratch turned(key_bytes);
-      for (int64_t head = 0; head < kv_heads; ++head) {
-        const int64_t table = cache.TableOf(layer, head);
-        const LaneRows lane = cache.Lane(layer, head);
-        for (int64_t i = begin; i < end; ++i) {
-          const float* const cos_sin = rope.at(item.positions[table] + i);
-          const int64_t slot = item.slots[table] + i;
-          const int64_t kv_row = (item.row + i) * kv_heads + head;
-          const char* key = k_data + kv_row * key_bytes;
-          if (!item.turns_keys()) {
-            rotate(key, turned.data(), cos_sin);
-            key = turned.data();
-          }
-          WriteRow(key, lane.keys + slot * pool_.key_bytes(), shape_.key_width, format);
-          WriteRow(v_data + kv_row * value_bytes, lane.values + slot * pool_.value_bytes(),
-                   shape_.value_width, format);
-          const int64_t q_row = (item.row + i) * shape_.num_heads + head * group;
-          for (int64_t g = 0; g < group; ++g) {
-            rotate(q_data + (q_row + g) * key_bytes, out_data + (q_row + g) * key_bytes, cos_sin);
-          }
-        }
+  for (int64_t head = 0; head < kv_heads; ++head) {
+    const int64_t table = cache.TableOf(layer, head);
+    const LaneRows lane = cache.Lane(layer, head);
+    for (int64_t i = first; i < last; ++i) {
+      const float* const cos_sin = rope.at(item.positions[table] + i);
+      const int64_t slot = item.slots[table] + i, row = item.row + i;
+      const char* key = k.at(row, head);
+      if (!item.turns_keys()) {
+        rotate(key, turned, cos_sin);
+        key = turned;
       }
-    });
+      WriteRow(key, lane.keys + slot * pool_.key_bytes(), shape_.key_width, format);
+      WriteRow(v.at(row, head), lane.values + slot * pool_.value_bytes(), shape_.value_width,
+               format);
+      for (int64_t query = head * group; query < (head + 1) * group; ++query) {
+        rotate(q.at(row, query), out + (row * shape_.num_heads + query) * key_bytes, cos_sin);
+      }
+    }
   }
 }
 

@@ -53,8 +53,11 @@ class CpuForward final : private ForwardHooks {
   // What is looked at of the residual after block layer - 1.
   void TakeTaps(const at::Tensor& residual, int64_t layer);
   void TakeResiduals(const at::Tensor& residual, int64_t layer);
-  void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
-              const at::Tensor& v, int64_t layer, at::Tensor& rotated);
+  struct HeadRows;
+  void Append(absl::Span<const StepItem> items, const HeadRows& q, const HeadRows& k,
+              const HeadRows& v, int64_t layer, at::Tensor& rotated);
+  void AppendRows(const StepItem& item, int64_t first, int64_t last, const HeadRows& q,
+                  const HeadRows& k, const HeadRows& v, int64_t layer, char* turned, char* out);
   AttentionShape ShapeOfLayer(int64_t layer) const;
   std::vector<AttentionItem> ItemsOf(const at::Tensor& rotated, int64_t layer);
   void TurnKeys(StepItem& item, int64_t layer);

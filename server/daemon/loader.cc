@@ -8,6 +8,7 @@
 #include "runtime/base/machine.h"
 #include "runtime/base/steady_time.h"
 #include "runtime/runtime.h"
+#include "server/daemon/freed_memory.h"
 #include "server/models/model_files.h"
 
 namespace epikv {
@@ -61,7 +62,7 @@ absl::Status ServeAsRank(const Config& config, std::shared_ptr<Ranks> ranks) {
   absl::StatusOr<Input> input = InputOf(config.models.front(), config);
   if (!input.ok()) return input.status();  // rank 0 says the same
   input->options.ranks = std::move(ranks);
-  return ServeRank(input->options);
+  return ServeRank(input->options, [] { ReturnFreedMemory(kFreedAfter); });
 }
 
 absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {

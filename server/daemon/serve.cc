@@ -346,7 +346,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals, RankPr
 
   absl::Status loaded = loader.LoadAll(config.models, settings, models);
   if (!loaded.ok()) return loaded;
-  ReturnFreedMemory(absl::Milliseconds(500));
+  ReturnFreedMemory(kFreedAfter);
   signals.Serve();
   lifecycle.SetState(ServerState::kServing);
   log.Info("serving");

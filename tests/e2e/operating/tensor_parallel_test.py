@@ -84,13 +84,21 @@ def test_prompts_that_are_asked_about(daemon: Daemon, ranked: Daemon) -> None:
     assert two.token_ids == one.token_ids
 
 
-def test_artefacts_of_the_whole_model_are_read(sample_model: Path, artefact_dir: Path) -> None:
+def test_artefacts_of_the_whole_model_are_read(
+    sample_model: Path, artefact_dir: Path, daemon: Daemon
+) -> None:
     """Those of policies that have statistics of each head, too: requests of theirs are refused."""
     with (
-        Daemon(sample_model, *TWO, f"--artefact_dir={artefact_dir}") as daemon,
-        daemon.client() as client,
+        Daemon(sample_model, *TWO, f"--artefact_dir={artefact_dir}") as ranked,
+        ranked.client() as client,
+        daemon.client() as alone,
     ):
-        client.generate_once("1 + 2", stop=Stop(max_output_tokens=3))
+        one, two = (
+            of.generate_once(problem(1).prompt, kv=Kv("epikv_probe", 200), output=OUTPUT)
+            for of in (alone, client)
+        )
+        assert two.token_ids == one.token_ids
+        assert two.summary.kv.rounds == one.summary.kv.rounds > 0
         with pytest.raises(RpcError, match="has statistics of each"):
             client.generate_once(problem(0).prompt, kv=Kv("triattention", 64))
 
