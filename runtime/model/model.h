@@ -76,6 +76,6 @@ struct TorchScriptOptions {
 // NOT_FOUND; DATA_LOSS: the file is damaged; RESOURCE_EXHAUSTED: too little memory;
 // FAILED_PRECONDITION: it breaks the contract, and in what, everything at once.
 absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
-                                                       TorchScriptOptions options = {});
+                                                       const TorchScriptOptions& options = {});
 
 }  // namespace epikv

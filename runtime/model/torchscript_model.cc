@@ -342,7 +342,8 @@ NamedParameters Named(const Module& module, const Manifest& manifest) {
 }
 
 // Takes the last handle to the module, so that weights are freed as they are packed.
-absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOptions options) {
+absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents,
+                                               const TorchScriptOptions& options) {
   NamedParameters named = Named(contents.module, contents.manifest);
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
@@ -402,7 +403,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
-                                                   TorchScriptOptions options) {
+                                                   const TorchScriptOptions& options) {
   // A shard is cut out of weights that never are in this process's own memory.
   absl::StatusOr<Contents> contents = Read(path, /*maps=*/options.ranks != nullptr);
   if (!contents.ok()) return contents.status();
@@ -423,7 +424,7 @@ absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
-                                                       TorchScriptOptions options) {
+                                                       const TorchScriptOptions& options) {
   if (absl::Status status = CheckArchive(path); !status.ok()) return status;
   try {
     return LoadOrThrow(path, options);
