@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "policies/attention_row.h"
 #include "policies/scored_policy.h"
 
 namespace epikv {
@@ -26,28 +27,21 @@ class Raas final : public ScoredPolicy {
   static void Stamp(const Signals::AttentionRow& attention, CacheView& cache) {
     const absl::Span<float> stamp = cache.column(0, 0, 0);
     const absl::Span<const int32_t> index = cache.index(0, 0);
-    std::vector<float> sum(stamp.size());  // over all lanes
-    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
-      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
-        const absl::Span<const float> row = attention.at(layer, head);
-        for (size_t slot = 0; slot < sum.size(); ++slot) sum[slot] += row[slot];
-      }
-    }
-    cache.AverageOverRanks(absl::MakeSpan(sum));  // as good a sum
+    const std::vector<float> mean = MeanAttention(attention, cache);
     std::vector<float> decoded;
-    for (size_t slot = 0; slot < sum.size(); ++slot) {
-      if (index[slot] >= cache.prompt_tokens() && !std::isnan(sum[slot])) {
-        decoded.push_back(sum[slot]);
+    for (size_t slot = 0; slot < mean.size(); ++slot) {
+      if (index[slot] >= cache.prompt_tokens() && !std::isnan(mean[slot])) {
+        decoded.push_back(mean[slot]);
       }
     }
     if (decoded.empty()) decoded.push_back(0);  // none is a number
     const auto middle = decoded.begin() + (std::ssize(decoded) - 1) / 2;
     std::nth_element(decoded.begin(), middle, decoded.end());
     const float now = static_cast<float>(cache.newest() + 1 - cache.prompt_tokens());
-    for (size_t slot = 0; slot < sum.size(); ++slot) {
+    for (size_t slot = 0; slot < mean.size(); ++slot) {
       if (index[slot] < cache.prompt_tokens()) continue;
-      if (sum[slot] >= *middle || index[slot] == cache.newest()) stamp[slot] = now;
-      if (std::isnan(sum[slot])) stamp[slot] = sum[slot];
+      if (mean[slot] >= *middle || index[slot] == cache.newest()) stamp[slot] = now;
+      if (std::isnan(mean[slot])) stamp[slot] = mean[slot];
     }
   }
 

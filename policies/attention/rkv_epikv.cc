@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "policies/attention_row.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -41,17 +42,8 @@ class RKvEpikv final : public ScoredPolicy {
     for (SequenceStep& step : steps) {
       if (step.phase == Phase::kPrefill) continue;
       CacheView& cache = step.cache;
-      const absl::Span<float> row = cache.column(step.first % kNumRows, 0, 0);
-      std::fill(row.begin(), row.end(), 0);
-      for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
-        for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
-          const absl::Span<const float> mass = step.signals.attention->at(layer, head);
-          for (size_t slot = 0; slot < row.size(); ++slot) row[slot] += mass[slot];
-        }
-      }
-      const float lanes = cache.num_layers() * cache.num_kv_heads();
-      for (float& mass : row) mass /= lanes;
-      cache.AverageOverRanks(row);
+      const std::vector<float> mean = MeanAttention(*step.signals.attention, cache);
+      std::copy(mean.begin(), mean.end(), cache.column(step.first % kNumRows, 0, 0).begin());
     }
   }
 

@@ -205,6 +205,7 @@ bool Engine::Step(absl::Duration waited) {
   pace_.OnStep(waited + took, done.read, done.told, per_stream);
   if (done.read == 0) {
     const absl::Duration drafted = step.wall[static_cast<int>(Stage::kDraft)];
+    // Not below zero: stages have a clock of their own, and `now_` may stand still.
     step_cost_.OnStep(std::ssize(items), std::max(took - drafted, absl::ZeroDuration()));
   }
   step.sequences = static_cast<int64_t>(planned);

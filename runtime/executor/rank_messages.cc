@@ -1,14 +1,10 @@
 #include "runtime/executor/rank_messages.h"
 
-#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <variant>
-
-#include "absl/functional/function_ref.h"
-#include "absl/strings/str_cat.h"
 
 namespace epikv {
 

@@ -5,6 +5,8 @@
 #include <nlohmann/json_fwd.hpp>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
 #include "policies/spec.h"
 #include "runtime/request/request.h"
 #include "runtime/step/step_executor.h"

@@ -4,6 +4,8 @@
 #include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/ir/ir.h>
 
+#include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -93,6 +95,7 @@ class Cutter {
     const int64_t part = PartOf(whole.size(dim), what);
     const at::Tensor cut = whole.narrow(dim, ranks_.rank() * part, part).clone();
     shards_[whole.const_data_ptr()] = cut;
+    own_.insert(cut.const_data_ptr());
     of->replaceInput(input, Insert(of, cut));
   }
 
@@ -261,29 +264,26 @@ class Cutter {
   at::Tensor Vocabulary(const at::Tensor& whole) {
     at::Tensor& part = vocabulary_[whole.const_data_ptr()];
     if (!part.defined()) part = PartOfVocabulary(whole);
+    own_.insert(part.const_data_ptr());
     return part;
   }
 
   // Of what is not cut, too: whole weights are of memory that is given back.
   void Own() {
     std::vector<Node*> unused;
+    std::map<const void*, at::Tensor> copies;  // by what they are of: some share it
     for (Node* node : graph_.nodes()) {
       if (node->kind() != c10::prim::Constant) continue;
       if (!node->output()->hasUses()) {
         unused.push_back(node);
       } else if (IsTensor(node->output())) {
         const at::Tensor tensor = node->t(c10::attr::value);
-        bool ours = false;
-        for (const auto* parts : {&shards_, &vocabulary_}) {
-          for (const auto& [address, part] : *parts) ours = ours || part.is_same(tensor);
-        }
-        if (!ours) {
-          at::Tensor& own = shards_[tensor.const_data_ptr()];
-          const bool same = own.defined() && own.dtype() == tensor.dtype() &&
-                            own.sizes() == tensor.sizes() && own.strides() == tensor.strides();
-          if (!same) own = tensor.clone();
-          node->t_(c10::attr::value, own);
-        }
+        if (own_.count(tensor.const_data_ptr()) > 0) continue;
+        at::Tensor& own = copies[tensor.const_data_ptr()];
+        const bool same = own.defined() && own.dtype() == tensor.dtype() &&
+                          own.sizes() == tensor.sizes() && own.strides() == tensor.strides();
+        if (!same) own = tensor.clone();
+        node->t_(c10::attr::value, own);
       }
     }
     for (Node* node : unused) node->destroy();
@@ -295,6 +295,7 @@ class Cutter {
   Shards& shards_;
   Shards vocabulary_;
   std::set<const Node*> cut_;  // linears
+  std::set<const void*> own_;  // data of parts
 };
 
 }  // namespace

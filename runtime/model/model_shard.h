@@ -15,7 +15,7 @@ namespace epikv {
 
 class Ranks;
 
-// Weights that were split, by their former addresses.
+// This rank's parts of the weights that were split, by the addresses of the whole ones.
 using Shards = std::unordered_map<const void*, at::Tensor>;
 
 // Cuts a rank's shard out of a model's frozen graph, as Megatron-LM does (1909.08053, section 3): a

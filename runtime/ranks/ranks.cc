@@ -69,6 +69,8 @@ struct RankMemory {
   struct alignas(kCacheLine) Place {
     std::atomic<uint32_t> met = 0;  // how often this rank has met the others
     std::atomic<uint32_t> sleepers = 0;
+    // What it meets them for: the last exchange and the one before, which others may still look at.
+    std::atomic<uint64_t> exchanges[2] = {};
   };
   struct Header {
     Place places[kMostRanks];
@@ -109,13 +111,17 @@ char* Ranks::Slot(int rank) const {
   return memory_->slots() + (static_cast<int64_t>(second_) * size_ + rank) * memory_->slot_bytes;
 }
 
-void Ranks::Meet(bool long_spin) {
+void Ranks::Meet(Exchange exchange, int64_t count) {
   RankMemory::Header& shared = *memory_->header;
   RankMemory::Place& own = shared.places[rank_];
+  const uint64_t purpose = static_cast<uint64_t>(count) << 8 | static_cast<uint64_t>(exchange);
   ++met_;
+  own.exchanges[met_ % 2].store(purpose, std::memory_order_relaxed);  // `met` publishes it
   own.met.store(met_);
   if (own.sleepers.load() > 0) Wake(own.met);
-  const absl::Duration spin = !spins_ ? absl::ZeroDuration() : long_spin ? kForwardSpin : kIdleSpin;
+  const absl::Duration spin = !spins_                       ? absl::ZeroDuration()
+                              : exchange == Exchange::kCall ? kIdleSpin
+                                                            : kForwardSpin;
   for (int other = 0; other < size_; ++other) {
     RankMemory::Place& place = shared.places[other];
     const auto here = [&] { return static_cast<int32_t>(place.met.load() - met_) >= 0; };
@@ -136,6 +142,10 @@ void Ranks::Meet(bool long_spin) {
       if (static_cast<int32_t>(seen - met_) < 0) Sleep(place.met, seen);
       place.sleepers.fetch_sub(1);
     }
+    if (place.exchanges[met_ % 2].load(std::memory_order_relaxed) != purpose) {
+      Fail(absl::StrCat("ranks ", std::min(rank_, other), " and ", std::max(rank_, other),
+                        " have come apart: their exchanges differ"));
+    }
   }
   if (shared.failed.load() != 0) throw RankFailure(failure());
 }
@@ -147,7 +157,7 @@ void Ranks::SumOf(T* data, int64_t count) {
     const int64_t piece = std::min(most, count - begin);
     T* const own = reinterpret_cast<T*>(Slot(rank_));
     std::memcpy(own, data + begin, piece * sizeof(T));
-    Meet(/*long_spin=*/true);
+    Meet(Exchange::kSum, piece);
     const auto sum = [&](int64_t from, int64_t to, T* out) {
       const T* parts[kMostRanks];
       for (int r = 0; r < size_; ++r) parts[r] = reinterpret_cast<const T*>(Slot(r));
@@ -166,7 +176,7 @@ void Ranks::SumOf(T* data, int64_t count) {
     } else {  // each sums a part, where only it reads, and takes the others'
       const auto part = [&](int r) { return piece * r / size_; };
       sum(part(rank_), part(rank_ + 1), own);
-      Meet(/*long_spin=*/true);
+      Meet(Exchange::kSharedSum, piece);
       for (int r = 0; r < size_; ++r) {
         std::memcpy(data + begin + part(r), reinterpret_cast<const T*>(Slot(r)) + part(r),
                     (part(r + 1) - part(r)) * sizeof(T));
@@ -198,7 +208,7 @@ void Ranks::Gather(const void* part, int64_t bytes, void* all) {
   for (int64_t begin = 0; begin < bytes; begin += memory_->slot_bytes) {
     const int64_t piece = std::min(memory_->slot_bytes, bytes - begin);
     std::memcpy(Slot(rank_), from + begin, piece);
-    Meet(/*long_spin=*/true);
+    Meet(Exchange::kGather, piece);
     for (int r = 0; r < size_; ++r) std::memcpy(to + r * bytes + begin, Slot(r), piece);
     second_ = !second_;
   }
@@ -223,25 +233,25 @@ void Ranks::Agree(uint64_t value, const char* what) {
 void Ranks::Send(absl::string_view message) {
   const uint64_t size = message.size();
   std::memcpy(Slot(0), &size, sizeof(size));
-  Meet(/*long_spin=*/false);
+  Meet(Exchange::kCall, 0);
   second_ = !second_;
   for (size_t begin = 0; begin < message.size(); begin += memory_->slot_bytes) {
     const absl::string_view piece = message.substr(begin, memory_->slot_bytes);
     std::memcpy(Slot(0), piece.data(), piece.size());
-    Meet(/*long_spin=*/true);
+    Meet(Exchange::kMessage, static_cast<int64_t>(piece.size()));
     second_ = !second_;
   }
 }
 
 std::string Ranks::Receive() {
-  Meet(/*long_spin=*/false);
+  Meet(Exchange::kCall, 0);
   uint64_t size = 0;
   std::memcpy(&size, Slot(0), sizeof(size));
   second_ = !second_;
   std::string message(size, '\0');
   for (size_t begin = 0; begin < message.size(); begin += memory_->slot_bytes) {
-    Meet(/*long_spin=*/true);
     const size_t piece = std::min<size_t>(memory_->slot_bytes, message.size() - begin);
+    Meet(Exchange::kMessage, static_cast<int64_t>(piece));
     std::memcpy(message.data() + begin, Slot(0), piece);
     second_ = !second_;
   }

@@ -57,10 +57,13 @@ class Ranks {
   std::string failure() const;
 
  private:
+  enum class Exchange { kCall, kMessage, kSum, kSharedSum, kGather };
+
   // Where a rank puts what it gives in the exchange under way.
   char* Slot(int rank) const;
-  // Until all ranks are here. `long_spin`: the others are at work on the same forward.
-  void Meet(bool long_spin);
+  // Until all ranks are here, for the same exchange of so much; fails where one is here for
+  // another: they have come apart.
+  void Meet(Exchange exchange, int64_t count);
   template <class T>
   void SumOf(T* data, int64_t count);
 
