@@ -230,7 +230,8 @@ AttentionShape AttentionOf(const Manifest& manifest, KvDType stored) {
 absl::StatusOr<std::unique_ptr<Model>> LoadDraft(const RuntimeOptions& options,
                                                  const Model& model) {
   if (options.draft_model.empty()) return nullptr;
-  absl::StatusOr<std::unique_ptr<Model>> draft = LoadTorchScript(options.draft_model);
+  absl::StatusOr<std::unique_ptr<Model>> draft =
+      LoadModelFile(options.draft_model, {.trusts_code = options.trusts_code});
   absl::Status status = draft.ok() ? CheckSupported((*draft)->manifest()) : draft.status();
   if (status.ok() && (*draft)->tokenizer_json() != model.tokenizer_json()) {
     status = absl::FailedPreconditionError("its tokenizer is not the model's");
@@ -311,8 +312,9 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
         "'", options.model_path, "' is not a regular file",
         folder ? ": `epikv serve` takes a Hugging Face directory, exports and serves it" : ""));
   }
-  absl::StatusOr<std::unique_ptr<Model>> model =
-      LoadTorchScript(options.model_path, {.device = *device, .ranks = options.ranks});
+  absl::StatusOr<std::unique_ptr<Model>> model = LoadModelFile(
+      options.model_path,
+      {.device = *device, .ranks = options.ranks, .trusts_code = options.trusts_code});
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();

@@ -38,7 +38,8 @@ struct RuntimeOptions {
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;
   bool deterministic = false;
-  KvDType kv_dtype = KvDType::kModel;                           // K and V are cached as
+  bool trusts_code = false;            // loads compiled models, whose code does what it likes
+  KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   std::string decode_kernel = "auto", prefill_kernel = "auto";  // of the CPU
   int64_t mass_interval = 0;                                    // see ExecutorOptions
   // This process's, where several serve the model (tensor parallel): all of them load it at once,

@@ -64,18 +64,22 @@ class Model {
   const ModelFacts facts_;
 };
 
-struct TorchScriptOptions {
+struct ModelOptions {
   at::Device device = at::kCPU;
   // On the CPU, pack linear weights where the machine has kernels for it.
   bool prepack = true;
   // Of a shard of the model: this rank's, whose forwards all ranks run together. Null: it is whole.
   std::shared_ptr<Ranks> ranks;
+  // Whether compiled models are loaded, whose code may do whatever this process may. Nothing of a
+  // TorchScript file runs but operators of a list (allowed_operators.h).
+  bool trusts_code = false;
 };
 
-// Loads a file that keeps the model contract (DESIGN section 3) and runs one small forward.
-// NOT_FOUND; DATA_LOSS: the file is damaged; RESOURCE_EXHAUSTED: too little memory;
-// FAILED_PRECONDITION: it breaks the contract, and in what, everything at once.
-absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
-                                                       const TorchScriptOptions& options = {});
+// Loads a file that keeps the model contract (DESIGN section 3), of TorchScript or compiled
+// (tools/epikv/export/compiled.py), and runs one small forward. NOT_FOUND; DATA_LOSS: the file is
+// damaged; RESOURCE_EXHAUSTED: too little memory; FAILED_PRECONDITION: it breaks the contract, and
+// in what, everything at once; or it cannot be served so.
+absl::StatusOr<std::unique_ptr<Model>> LoadModelFile(const std::string& path,
+                                                     const ModelOptions& options = {});
 
 }  // namespace epikv

@@ -221,12 +221,62 @@ std::string FinalNormViolation(const std::map<std::string, at::Tensor>& paramete
                       manifest.hidden_size, "] of floating point");
 }
 
-std::vector<std::string> ParameterViolations(const Module& module, const Manifest& manifest) {
+// Passes the residual through, answers attention with its own values, and notes what does not have
+// the manifest's shape.
+class ProbeHooks : public ForwardHooks {
+ public:
+  ProbeHooks(const Manifest& manifest, int64_t num_rows)
+      : manifest_(manifest), num_rows_(num_rows) {}
+
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override {
+    calls_.push_back(CallName("block", layer));
+    Expect(calls_.back(), "residual", residual, {manifest_.hidden_size}, Type::kAny);
+    return residual;
+  }
+
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& normed, int64_t layer) override {
+    const std::string name = CallName("attention", layer);
+    calls_.push_back(name);
+    const LayerFacts& facts =
+        manifest_.layers[std::clamp<int64_t>(layer, 0, manifest_.num_layers() - 1)];
+    Expect(name, "q", q, {manifest_.num_heads, facts.key_width}, Type::kModel);
+    Expect(name, "k", k, {manifest_.num_kv_heads, facts.key_width}, Type::kModel);
+    Expect(name, "v", v, {manifest_.num_kv_heads, facts.value_width}, Type::kModel);
+    Expect(name, "normed", normed, {manifest_.hidden_size}, Type::kAny);
+    return v.repeat_interleave(manifest_.num_heads / manifest_.num_kv_heads, 1);
+  }
+
+  std::vector<std::string>& violations() { return violations_; }
+  const std::vector<std::string>& calls() const { return calls_; }
+
+ private:
+  enum class Type { kModel, kAny };  // the manifest's dtype; any floating-point type
+
+  void Expect(const std::string& call, absl::string_view argument, const at::Tensor& tensor,
+              std::vector<int64_t> sizes, Type type) {
+    sizes.insert(sizes.begin(), num_rows_);
+    const at::ScalarType dtype = ScalarTypeOf(manifest_.dtype);
+    const bool type_agrees =
+        type == Type::kModel ? tensor.scalar_type() == dtype : tensor.is_floating_point();
+    if (type_agrees && tensor.sizes() == at::IntArrayRef(sizes)) return;
+    violations_.push_back(absl::StrCat(call, " gets ", argument, " as ", Describe(tensor), ", not ",
+                                       c10::toString(dtype), " [", absl::StrJoin(sizes, ", "),
+                                       "]"));
+  }
+
+  const Manifest& manifest_;
+  const int64_t num_rows_;
+  std::vector<std::string> violations_, calls_;
+};
+
+}  // namespace
+
+std::vector<std::string> ParameterViolations(const std::map<std::string, at::Tensor>& parameters,
+                                             const Manifest& manifest) {
   std::vector<std::string> violations;
-  std::map<std::string, at::Tensor> parameters;
   std::vector<std::string> of_other_type;
-  for (const auto& [name, tensor] : module.named_parameters()) {
-    parameters.emplace(name, tensor);
+  for (const auto& [name, tensor] : parameters) {
     // Scales and biases may be wider than the weights.
     const bool matrix = tensor.dim() > 1 && tensor.is_floating_point();
     if (matrix && tensor.scalar_type() != ScalarTypeOf(manifest.dtype)) {
@@ -260,54 +310,6 @@ std::vector<std::string> ParameterViolations(const Module& module, const Manifes
   return violations;
 }
 
-// Passes the residual through, answers attention with its own values, and notes what does not have
-// the manifest's shape.
-class ProbeHooks : public ForwardHooks {
- public:
-  ProbeHooks(const Manifest& manifest, int64_t num_rows)
-      : manifest_(manifest), num_rows_(num_rows) {}
-
-  at::Tensor Block(const at::Tensor& residual, int64_t layer) override {
-    Expect(CallName("block", layer), "residual", residual, {manifest_.hidden_size}, Type::kAny);
-    return residual;
-  }
-
-  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& normed, int64_t layer) override {
-    const std::string name = CallName("attention", layer);
-    const LayerFacts& facts =
-        manifest_.layers[std::clamp<int64_t>(layer, 0, manifest_.num_layers() - 1)];
-    Expect(name, "q", q, {manifest_.num_heads, facts.key_width}, Type::kModel);
-    Expect(name, "k", k, {manifest_.num_kv_heads, facts.key_width}, Type::kModel);
-    Expect(name, "v", v, {manifest_.num_kv_heads, facts.value_width}, Type::kModel);
-    Expect(name, "normed", normed, {manifest_.hidden_size}, Type::kAny);
-    return v.repeat_interleave(manifest_.num_heads / manifest_.num_kv_heads, 1);
-  }
-
-  std::vector<std::string>& violations() { return violations_; }
-
- private:
-  enum class Type { kModel, kAny };  // the manifest's dtype; any floating-point type
-
-  void Expect(const std::string& call, absl::string_view argument, const at::Tensor& tensor,
-              std::vector<int64_t> sizes, Type type) {
-    sizes.insert(sizes.begin(), num_rows_);
-    const at::ScalarType dtype = ScalarTypeOf(manifest_.dtype);
-    const bool type_agrees =
-        type == Type::kModel ? tensor.scalar_type() == dtype : tensor.is_floating_point();
-    if (type_agrees && tensor.sizes() == at::IntArrayRef(sizes)) return;
-    violations_.push_back(absl::StrCat(call, " gets ", argument, " as ", Describe(tensor), ", not ",
-                                       c10::toString(dtype), " [", absl::StrJoin(sizes, ", "),
-                                       "]"));
-  }
-
-  const Manifest& manifest_;
-  const int64_t num_rows_;
-  std::vector<std::string> violations_;
-};
-
-}  // namespace
-
 std::string LastLine(absl::string_view what) {
   const std::vector<absl::string_view> lines = absl::StrSplit(what, '\n', absl::SkipWhitespace());
   return lines.empty() ? std::string("unknown error") : std::string(lines.back());
@@ -324,15 +326,17 @@ ContractReport CheckContract(const Module& module, const Manifest& manifest) {
   GraphReader reader(*graph, module);
   reader.Read(graph->block(), "");
   report.runnable = report.violations.empty();
+  std::map<std::string, at::Tensor> parameters;
+  for (const auto& [name, tensor] : module.named_parameters()) parameters.emplace(name, tensor);
   for (const std::vector<std::string>& more :
        {reader.violations(), CallViolations(reader.calls(), manifest.num_layers()),
-        ParameterViolations(module, manifest)}) {
+        ParameterViolations(parameters, manifest)}) {
     report.violations.insert(report.violations.end(), more.begin(), more.end());
   }
   return report;
 }
 
-std::vector<std::string> ProbeViolations(const Model& model) {
+std::vector<std::string> ProbeViolations(const Model& model, bool counts_calls) {
   const Manifest& manifest = model.manifest();
   const int64_t last_token = manifest.vocab_size - 1;
   const int64_t last_position = manifest.context_length - 1;
@@ -349,6 +353,11 @@ std::vector<std::string> ProbeViolations(const Model& model) {
                                         ", not Float [", absl::StrJoin(wanted, ", "), "]"));
     } else if (!at::isfinite(logits).all().item<bool>()) {
       violations.push_back("the logits of a probe are not finite");
+    }
+    if (counts_calls) {
+      for (std::string& of : CallViolations(hooks.calls(), manifest.num_layers())) {
+        violations.push_back(std::move(of));
+      }
     }
   } catch (const std::exception& error) {
     violations.push_back(absl::StrCat("a forward with token ", last_token, " at position ",

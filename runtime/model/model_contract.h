@@ -1,5 +1,8 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <map>
 #include <string>
 #include <vector>
 
@@ -24,8 +27,13 @@ struct ContractReport {
 // frozen: freezing merges and deletes calls of epikv::block.
 ContractReport CheckContract(const torch::jit::Module& module, const Manifest& manifest);
 
-// What one small forward shows: shapes and types at the operators, the logits.
-std::vector<std::string> ProbeViolations(const Model& model);
+// What the manifest says of a model's parameters, by their names, and is not so.
+std::vector<std::string> ParameterViolations(const std::map<std::string, at::Tensor>& parameters,
+                                             const Manifest& manifest);
+
+// What one small forward shows: shapes and types at the operators, the logits; the calls, if
+// `counts_calls`: where CheckContract cannot read them.
+std::vector<std::string> ProbeViolations(const Model& model, bool counts_calls = false);
 
 // Of what Model::Forward has thrown, the line that says what happened: TorchScript's traceback
 // stands around it.

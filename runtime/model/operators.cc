@@ -20,15 +20,6 @@ ForwardHooks& Hooks(const char* name) {
   return *current_hooks;
 }
 
-at::Tensor Block(const at::Tensor& residual, int64_t layer) {
-  return Hooks("block").Block(residual, layer);
-}
-
-at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const at::Tensor& normed, int64_t layer) {
-  return Hooks("attention").Attention(q, k, v, normed, layer);
-}
-
 // Two that a model may call instead of several of torch's, each of which costs as much as a small
 // tensor's arithmetic.
 
@@ -54,8 +45,18 @@ at::Tensor AsRows(const at::Tensor& x) {
   return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
 }
 
-// gate, up [...] -> silu(gate) * up [...]
-at::Tensor SwiGluOp(const at::Tensor& gate, const at::Tensor& up) {
+}  // namespace
+
+at::Tensor EnterBlock(const at::Tensor& residual, int64_t layer) {
+  return Hooks("block").Block(residual, layer);
+}
+
+at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const at::Tensor& normed, int64_t layer) {
+  return Hooks("attention").Attention(q, k, v, normed, layer);
+}
+
+at::Tensor GatedSilu(const at::Tensor& gate, const at::Tensor& up) {
   TORCH_CHECK(gate.sizes() == up.sizes(), "epikv::swiglu: gate is ", gate.sizes(), ", up ",
               up.sizes());
   if (!HasKernel(gate) || gate.scalar_type() != up.scalar_type() || gate.dim() == 0) {
@@ -80,8 +81,6 @@ at::Tensor SwiGluOp(const at::Tensor& gate, const at::Tensor& up) {
   });
   return out;
 }
-
-}  // namespace
 
 HooksScope::HooksScope(ForwardHooks& hooks) : outer_(current_hooks) { current_hooks = &hooks; }
 
@@ -124,10 +123,10 @@ TORCH_LIBRARY(epikv, m) {
   m.def("block(Tensor(a) residual, int layer) -> Tensor(a)");
   m.def(torch::schema("attention(Tensor q, Tensor k, Tensor v, Tensor normed, int layer) -> Tensor",
                       c10::AliasAnalysisKind::CONSERVATIVE));
-  m.impl("block", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Block));
-  m.impl("attention", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Attention));
+  m.impl("block", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::EnterBlock));
+  m.impl("attention", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Attend));
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool wide=False, float offset=0.) -> Tensor");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.impl("rms_norm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::RmsNormed));
-  m.impl("swiglu", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::SwiGluOp));
+  m.impl("swiglu", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::GatedSilu));
 }

@@ -23,6 +23,14 @@ class ForwardHooks {
                                const at::Tensor& normed, int64_t layer) = 0;
 };
 
+// The operators epikv::block and epikv::attention. Throw outside a HooksScope.
+at::Tensor EnterBlock(const at::Tensor& residual, int64_t layer);
+at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const at::Tensor& normed, int64_t layer);
+
+// epikv::swiglu: gate, up [...] -> silu(gate) * up [...]
+at::Tensor GatedSilu(const at::Tensor& gate, const at::Tensor& up);
+
 // The operator epikv::rms_norm: x / rms(x) by `weight`. x [..., width], weight [width] -> as x.
 // wide: by offset + weight in fp32, then narrowed; else narrowed, then by weight.
 at::Tensor RmsNormed(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,

@@ -8,11 +8,9 @@
 
 #include <algorithm>
 #include <functional>
-#include <optional>
 #include <utility>
-#include <vector>
 
-#include "runtime/base/huge_pages.h"
+#include "absl/strings/str_cat.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/model/dense_linear.h"
 #include "runtime/model/one_dnn_weight.h"
@@ -105,12 +103,17 @@ void CollectLinears(Block* block, std::vector<Siblings>& found) {
   }
 }
 
-// One input of all of them, the outputs of one after those of another; as it is of one alone.
-at::Tensor Together(const Siblings& linears, int input) {
-  if (linears.size() == 1) return TensorOf(linears[0]->input(input));
+// One input of all of them.
+std::vector<at::Tensor> InputsOf(const Siblings& linears, int input) {
   std::vector<at::Tensor> parts;
+  parts.reserve(linears.size());
   for (const Node* linear : linears) parts.push_back(TensorOf(linear->input(input)));
-  return at::cat(parts);
+  return parts;
+}
+
+// The outputs of one after those of another; as it is of one alone.
+at::Tensor Together(const std::vector<at::Tensor>& parts) {
+  return parts.size() == 1 ? parts[0] : at::cat(parts);
 }
 
 class Packer {
@@ -151,13 +154,9 @@ class Packer {
   };
 
   Packed PackWeights(const Siblings& linears) {
-    const at::Tensor weight = Together(linears, 1);
-    c10::intrusive_ptr<PackedWeight> packed;
-    if (IsQuantized(linears[0])) {
-      packed = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2), arena_);
-    } else {
-      packed = PackWeight(weight, arena_);
-    }
+    const bool quantized = IsQuantized(linears[0]);
+    const c10::intrusive_ptr<PackedWeight> packed = PackTogether(
+        InputsOf(linears, 1), quantized ? InputsOf(linears, 2) : std::vector<at::Tensor>(), arena_);
     result_.bytes += packed->bytes();
     int64_t begin = 0;
     for (const Node* linear : linears) {
@@ -172,18 +171,14 @@ class Packer {
     return {packed, graph_.insertConstant(packed)};
   }
 
-  // As a constant. Of those that have none, zeros; None if none of them has one.
+  // As a constant; None if none of them has one.
   static c10::IValue Bias(const Siblings& linears, at::ScalarType dtype) {
-    std::vector<at::Tensor> biases;
-    bool any = false;
+    std::vector<std::optional<at::Tensor>> biases;
     for (const Node* linear : linears) {
       const bool has = IsConstant(BiasOf(linear));
-      any = any || has;
-      const int64_t count = TensorOf(linear->input(1)).size(0);
-      biases.push_back(has ? TensorOf(BiasOf(linear)) : at::zeros({count}));
+      biases.push_back(has ? std::make_optional(TensorOf(BiasOf(linear))) : std::nullopt);
     }
-    if (!any) return {};
-    return at::cat(biases).to(dtype);
+    return BiasTogether(InputsOf(linears, 1), biases, dtype);
   }
 
   // The node, and the constants that were its own.
@@ -203,16 +198,51 @@ class Packer {
   std::unordered_map<const Value*, Packed> packed_;
 };
 
-// Whether their weights, together, can be packed and shall be.
-bool ArePacked(const Siblings& linears, bool prepack) {
-  if (!HasConstants(linears[0])) return false;
-  if (IsQuantized(linears[0])) return true;
+}  // namespace
+
+bool ArePacked(const std::vector<at::Tensor>& weights, bool integers, bool prepack) {
+  if (integers) return true;
   int64_t elements = 0;
-  for (const Node* linear : linears) elements += TensorOf(linear->input(1)).numel();
-  return prepack && CanPack(TensorOf(linears[0]->input(1)), elements);
+  for (const at::Tensor& weight : weights) elements += weight.numel();
+  return prepack && CanPack(weights[0], elements);
 }
 
-}  // namespace
+c10::intrusive_ptr<PackedWeight> PackTogether(const std::vector<at::Tensor>& weights,
+                                              const std::vector<at::Tensor>& scales,
+                                              WeightArena& arena) {
+  const at::Tensor weight = Together(weights);
+  if (scales.empty()) return PackWeight(weight, arena);
+  return c10::make_intrusive<PackedQuantizedWeight>(weight, Together(scales), arena);
+}
+
+std::optional<at::Tensor> BiasTogether(const std::vector<at::Tensor>& weights,
+                                       const std::vector<std::optional<at::Tensor>>& biases,
+                                       at::ScalarType dtype) {
+  std::vector<at::Tensor> parts;
+  bool any = false;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    any = any || biases[i].has_value();
+    parts.push_back(biases[i].value_or(at::zeros({weights[i].size(0)})));
+  }
+  if (!any) return std::nullopt;
+  return at::cat(parts).to(dtype);
+}
+
+std::string Describe(const PackedLinears& packed, DType dtype, bool prepack) {
+  std::string text;
+  if (packed.quantized > 0) {
+    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (", packed.quantized_for,
+                    ")");
+  }
+  if (packed.linears == 0) return text;
+  if (!prepack) return absl::StrCat(text, ", no linear prepacked, as asked");
+  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears, " linears prepacked");
+  if (packed.packed > 0) absl::StrAppend(&text, " for ", packed.packed_for);
+  if (dtype == DType::kBFloat16 && packed.packed == 0) {
+    absl::StrAppend(&text, ": this processor has no bfloat16");
+  }
+  return text;
+}
 
 PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack) {
   PackedLinears result;
@@ -221,7 +251,8 @@ PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack) {
   Packer packer(graph, result);
   for (const Siblings& linears : found) {
     if (!IsQuantized(linears[0])) result.linears += static_cast<int64_t>(linears.size());
-    if (ArePacked(linears, prepack)) packer.Pack(linears);
+    if (!HasConstants(linears[0])) continue;
+    if (ArePacked(InputsOf(linears, 1), IsQuantized(linears[0]), prepack)) packer.Pack(linears);
   }
   return result;
 }

@@ -4,9 +4,15 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "absl/strings/string_view.h"
+#include "runtime/base/dtype.h"
+#include "runtime/base/huge_pages.h"
+#include "runtime/model/packed_weight.h"
 
 namespace torch::jit {
 struct Graph;
@@ -31,5 +37,23 @@ struct PackedLinears {
 // epikv::quantized_linear always; an aten::linear with `prepack`, where our products or oneDNN's
 // gain by it, which those of small weights of float32 do not.
 PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack);
+
+// ", 3 of 4 linears prepacked for ...": what follows a model's dtype where it is described.
+// prepack: whether that was asked for.
+std::string Describe(const PackedLinears& packed, DType dtype, bool prepack);
+
+// Weights of linears of one x, [outputs, in] each, which one product computes: their outputs come
+// one after another.
+
+// Whether they are packed: always where they are integers, else with `prepack` where it pays.
+bool ArePacked(const std::vector<at::Tensor>& weights, bool integers, bool prepack);
+// scales: of weights of integers, one each (epikv::quantized_linear); else empty.
+c10::intrusive_ptr<PackedWeight> PackTogether(const std::vector<at::Tensor>& weights,
+                                              const std::vector<at::Tensor>& scales,
+                                              WeightArena& arena);
+// Zeros for those that have none; none where none has one.
+std::optional<at::Tensor> BiasTogether(const std::vector<at::Tensor>& weights,
+                                       const std::vector<std::optional<at::Tensor>>& biases,
+                                       at::ScalarType dtype);
 
 }  // namespace epikv

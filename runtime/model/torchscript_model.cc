@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/frontend/error_report.h>
 #include <torch/csrc/jit/ir/alias_analysis.h>
@@ -9,30 +8,24 @@
 #include <torch/csrc/jit/passes/inliner.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
 
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <functional>
-#include <new>
-#include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "runtime/base/checksums.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/model/loaders.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_contract.h"
+#include "runtime/model/model_file.h"
 #include "runtime/model/model_shard.h"
 #include "runtime/model/module_reader.h"
 #include "runtime/model/packed_linear.h"
 #include "runtime/model/rank_operators.h"
-#include "runtime/text/utf8.h"
 
 namespace epikv {
 namespace {
@@ -43,11 +36,7 @@ using torch::jit::Module;
 using torch::jit::Node;
 
 // What a model file holds.
-struct Contents {
-  Manifest manifest;
-  std::string tokenizer_json;
-  std::string chat_json;
-  std::string chat_template_json;
+struct Contents : ModelTexts {
   Module module;
 };
 
@@ -102,94 +91,10 @@ class TorchScriptModel final : public Model {
   const at::Tensor final_norm_;  // its weight; undefined: the file names none
 };
 
-// Both quote names and code of the file, which may be any bytes.
-absl::Status Broken(const std::string& path, const std::vector<std::string>& violations) {
-  return absl::FailedPreconditionError(
-      ValidUtf8(absl::StrCat(path, " breaks the model contract: ", absl::StrJoin(violations, "; "),
-                             ". Export it again with `epikv export`")));
-}
-
-absl::Status Damaged(const std::string& path, absl::string_view what) {
-  return absl::DataLossError(ValidUtf8(
-      absl::StrCat(path, " is damaged, or is not a TorchScript file: ", what,
-                   " (a Hugging Face directory or checkpoint: run `epikv export` first)")));
-}
-
-// LibTorch has a type of its own for this on GPUs only.
-bool IsOutOfMemory(const std::exception& error) {
-  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
-         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-         absl::StrContains(error.what(), "DefaultCPUAllocator");
-}
-
-absl::Status OutOfMemory(const std::string& path) {
-  return absl::ResourceExhaustedError(
-      absl::StrCat("not enough memory to load ", path,
-                   ": the weights need about as much memory as the file has bytes"));
-}
-
 // What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
 std::string CompilerMessage(absl::string_view what) {
   const absl::string_view message = what.substr(0, what.find("\n:\n"));
   return absl::StrJoin(absl::StrSplit(message, '\n', absl::SkipWhitespace()), " ");
-}
-
-// The first sentence of an exception's text: torch adds guesses and traces.
-std::string FirstSentence(absl::string_view what) {
-  const absl::string_view line = what.substr(0, what.find('\n'));
-  return std::string(line.substr(0, line.find(". ")));
-}
-
-absl::StatusOr<std::string> ReadExtra(caffe2::serialize::PyTorchStreamReader& reader,
-                                      const std::string& name) {
-  if (!reader.hasRecord("extra/" + name)) {
-    return absl::NotFoundError(absl::StrCat("the file has no ", name));
-  }
-  const auto [data, size] = reader.getRecord("extra/" + name);
-  return std::string(static_cast<const char*>(data.get()), size);
-}
-
-// Reads manifest and tokenizer into `contents`; returns what is wrong with them.
-std::vector<std::string> ReadExtras(caffe2::serialize::PyTorchStreamReader& reader,
-                                    Contents& contents) {
-  std::vector<std::string> violations;
-  const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
-  if (!json.ok()) {
-    violations.emplace_back(json.status().message());
-  } else if (absl::StatusOr<Manifest> manifest = Manifest::Parse(*json); manifest.ok()) {
-    contents.manifest = *std::move(manifest);
-  } else {
-    violations.emplace_back(manifest.status().message());
-  }
-  absl::StatusOr<std::string> tokenizer = ReadExtra(reader, "tokenizer.json");
-  if (!tokenizer.ok()) {
-    violations.emplace_back(tokenizer.status().message());
-  } else if (!nlohmann::json::accept(*tokenizer)) {
-    violations.emplace_back("its tokenizer.json is not JSON");
-  } else {
-    contents.tokenizer_json = *std::move(tokenizer);
-  }
-  absl::StatusOr<std::string> chat = ReadExtra(reader, "chat.json");  // older files have none
-  if (chat.ok()) contents.chat_json = *std::move(chat);
-  absl::StatusOr<std::string> chat_template = ReadExtra(reader, "chat_template.json");  // nor these
-  if (chat_template.ok()) contents.chat_template_json = *std::move(chat_template);
-  return violations;
-}
-
-// Opens the archive, which fails on a damaged one. Throws no exceptions.
-absl::Status CheckArchive(const std::string& path) {
-  if (!std::ifstream(path)) {
-    return absl::Status(absl::ErrnoToStatusCode(errno),
-                        absl::StrCat("cannot open ", path, ": ", std::strerror(errno)));
-  }
-  try {
-    caffe2::serialize::PyTorchStreamReader reader(path);
-    const absl::Status status = VerifyChecksums(reader, path);
-    return status.ok() ? status : Damaged(path, status.message());
-  } catch (const std::exception& error) {
-    if (IsOutOfMemory(error)) return OutOfMemory(path);
-    return Damaged(path, FirstSentence(error.what()));
-  }
 }
 
 // Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
@@ -197,7 +102,7 @@ absl::Status CheckArchive(const std::string& path) {
 absl::StatusOr<Contents> Read(const std::string& path, bool maps) {
   Contents contents;
   caffe2::serialize::PyTorchStreamReader reader(path);
-  const std::vector<std::string> violations = ReadExtras(reader, contents);
+  const std::vector<std::string> violations = ReadTexts(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
   ReadModule read = ReadModuleWithoutRunning(reader, maps ? path : "");
   if (!read.violations.empty()) return Broken(path, read.violations);
@@ -205,7 +110,6 @@ absl::StatusOr<Contents> Read(const std::string& path, bool maps) {
   return contents;
 }
 
-// Takes the last handle to the module, so that the graph alone holds the weights.
 bool WritesConstants(const Block* block, const torch::jit::AliasDb& aliases) {
   for (const Node* node : block->nodes()) {
     for (const Block* inner : node->blocks()) {
@@ -246,6 +150,7 @@ bool DrawsRandomNumbers(const Block* block) {
   return false;
 }
 
+// Takes the last handle to the module, so that the graph alone holds the weights.
 absl::StatusOr<FrozenForward> Freeze(Module module) {
   try {
     torch::jit::freeze_module_inplace(&module);
@@ -306,24 +211,6 @@ void MoveConstants(Block* block, at::Device device, Moved& moved) {
   }
 }
 
-std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at::Device device) {
-  std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype));
-  if (!device.is_cpu()) return absl::StrCat(text, ", on ", device.str());
-  if (packed.quantized > 0) {
-    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (", packed.quantized_for,
-                    ")");
-  }
-  if (packed.linears == 0) return text;
-  if (!prepack) return absl::StrCat(text, ", no linear prepacked, as asked");
-  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears, " linears prepacked");
-  if (packed.packed > 0) absl::StrAppend(&text, " for ", packed.packed_for);
-  if (dtype == DType::kBFloat16 && packed.packed == 0) {
-    absl::StrAppend(&text, ": this processor has no bfloat16");
-  }
-  return text;
-}
-
-// Undefined where the module has no such parameter.
 // What the manifest names.
 struct NamedParameters {
   std::vector<at::Tensor> output_projections;  // [layers]
@@ -342,8 +229,7 @@ NamedParameters Named(const Module& module, const Manifest& manifest) {
 }
 
 // Takes the last handle to the module, so that weights are freed as they are packed.
-absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents,
-                                               const TorchScriptOptions& options) {
+absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOptions& options) {
   NamedParameters named = Named(contents.module, contents.manifest);
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
@@ -396,14 +282,17 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents,
                       .device = options.device,
                       .writes_in_place = WritesInPlace(graph.block()),
                       .ranks = options.ranks};
-  facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
+  const DType of = facts.manifest.dtype;
+  facts.description = absl::StrCat(
+      "TorchScript, ", DTypeName(of),
+      on_cpu ? Describe(packed, of, options.prepack) : absl::StrCat(", on ", options.device.str()));
   if (named.final_norm.defined()) named.final_norm = named.final_norm.detach().to(options.device);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections),
                                             std::move(named.final_norm));
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
-                                                   const TorchScriptOptions& options) {
+                                                   const ModelOptions& options) {
   // A shard is cut out of weights that never are in this process's own memory.
   absl::StatusOr<Contents> contents = Read(path, /*maps=*/options.ranks != nullptr);
   if (!contents.ok()) return contents.status();
@@ -424,17 +313,14 @@ absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
-                                                       const TorchScriptOptions& options) {
-  if (absl::Status status = CheckArchive(path); !status.ok()) return status;
+                                                       const ModelOptions& options) {
   try {
     return LoadOrThrow(path, options);
   } catch (const torch::jit::ErrorReport& error) {
     return Broken(path,
                   {absl::StrCat("its code does not compile: ", CompilerMessage(error.what()))});
   } catch (const std::exception& error) {
-    if (IsOutOfMemory(error)) return OutOfMemory(path);
-    return Broken(path, {absl::StrCat("LibTorch ", EPIKV_TORCH_VERSION,
-                                      " cannot load it: ", FirstSentence(error.what()))});
+    return CannotLoad(path, error);
   }
 }
 

@@ -73,6 +73,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                   .max_running_requests = c.max_running_requests(),
                   .deterministic = c.deterministic(),
+                  .trusts_code = c.trust_compiled_models(),
                   .kv_dtype = KvDTypeOf(c.kv_dtype()).value_or(KvDType::kModel),
                   .decode_kernel = c.decode_kernel(),
                   .prefill_kernel = c.prefill_kernel(),

@@ -59,7 +59,7 @@ thread_local int64_t CalledByCode::calls_ = 0;
 void CheckFile(absl::string_view bytes) {
   static auto& file = *new MemoryFile;
   CalledByCode::Take();
-  const absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(file.With(bytes));
+  const absl::StatusOr<std::unique_ptr<Model>> model = LoadModelFile(file.With(bytes));
   const int64_t calls = CalledByCode::Take();
   if (model.ok()) {
     Require((*model)->manifest().num_layers() > 0, "what serves has layers");

@@ -153,7 +153,7 @@ class PlentyModel final : public Model {
 std::shared_ptr<const Model> PlentyGqa() {
   static const auto& model = *new std::shared_ptr<const Model>([] {
     at::set_num_threads(1);
-    return std::make_shared<PlentyModel>(*LoadTorchScript(ModelPath("gqa")));
+    return std::make_shared<PlentyModel>(*LoadModelFile(ModelPath("gqa")));
   }());
   return model;
 }

@@ -233,7 +233,7 @@ class EndsOtherwise final : public Model {
 
 TEST(PassLaws, AnEndTokenIsNotRun) {
   constexpr int64_t kPrompt = 60, kBudget = 32;
-  const std::shared_ptr<const Model> model = *LoadTorchScript(ModelPath("gqa"));
+  const std::shared_ptr<const Model> model = *LoadModelFile(ModelPath("gqa"));
   std::vector<MaskedReference::Dropped> dropped;
   for (int64_t lane = 0; lane < model->manifest().num_layers() * model->manifest().num_kv_heads;
        ++lane) {

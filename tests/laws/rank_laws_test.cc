@@ -44,7 +44,7 @@ class Team {
     for (int r = 0; r < size; ++r) {
       loading.emplace_back([&, r] {
         at::set_num_threads(1);
-        shards[r] = LoadTorchScript(ModelPath(model), {.ranks = ranks_[r]});
+        shards[r] = LoadModelFile(ModelPath(model), {.ranks = ranks_[r]});
       });
     }
     for (std::thread& thread : loading) thread.join();

@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "runtime/kernels/dense_matmul.h"
+#include "runtime/ranks/ranks.h"
 
 namespace epikv {
 namespace model_test {
@@ -32,8 +33,9 @@ std::string ModelPath(const std::string& name) {
   return absl::StrCat(EPIKV_TEST_MODELS, "/", name);
 }
 
-std::unique_ptr<Model> Load(const std::string& name, TorchScriptOptions options = {}) {
-  absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(ModelPath(name + ".pt"), options);
+std::unique_ptr<Model> Load(const std::string& name, ModelOptions options = {}) {
+  options.trusts_code = true;
+  absl::StatusOr<std::unique_ptr<Model>> model = LoadModelFile(ModelPath(name + ".pt"), options);
   if (!model.ok()) throw std::runtime_error(std::string(model.status().message()));
   return *std::move(model);
 }
@@ -128,8 +130,9 @@ class ModelTest : public testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(, ModelTest,
                          testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16", "gqa_fp16",
-                                         "wide", "wide_bf16", "wide_fp16", "wide_int8",
-                                         "wide_int4"),
+                                         "wide", "wide_bf16", "wide_fp16", "wide_int8", "wide_int4",
+                                         "tied_compiled", "wide_bf16_compiled",
+                                         "wide_int8_compiled", "bent_compiled"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(ModelTest, CallsHooksInOrderWithTheManifestsShapes) {
@@ -242,8 +245,13 @@ TEST(TorchScriptModelTest, BitsOfARowDoNotDependOnItsNeighboursOrItsPlace) {
   }
 }
 
-TEST(TorchScriptModelTest, HooksOfThreadsDoNotMix) {
-  const auto model = Load("gqa");
+class AnyLoader : public testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(, AnyLoader, testing::Values("tied", "tied_compiled"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(AnyLoader, HooksOfThreadsDoNotMix) {
+  const auto model = Load(GetParam());
   const at::Tensor tokens = Tokens(*model, 4);
   OwnValue once(1), twice(2);
   const at::Tensor expected_once = Logits(*model, tokens, once);
@@ -261,8 +269,8 @@ TEST(TorchScriptModelTest, HooksOfThreadsDoNotMix) {
   EXPECT_EQ(twice.calls.size(), 51 * 7u);
 }
 
-TEST(TorchScriptModelTest, TakesResultsOfHooksThatAreNotContiguous) {
-  for (const char* name : {"wide", "wide_bf16"}) {
+TEST(AnyLoaderTest, TakesResultsOfHooksThatAreNotContiguous) {
+  for (const char* name : {"wide", "wide_bf16", "wide_bf16_compiled"}) {
     const auto model = Load(name);
     const at::Tensor tokens = Tokens(*model, 5);
     Strider strider;
@@ -270,8 +278,8 @@ TEST(TorchScriptModelTest, TakesResultsOfHooksThatAreNotContiguous) {
   }
 }
 
-TEST(TorchScriptModelTest, RunsOnAfterAHookHasThrown) {
-  const auto model = Load("gqa");
+TEST_P(AnyLoader, RunsOnAfterAHookHasThrown) {
+  const auto model = Load(GetParam());
   const at::Tensor tokens = Tokens(*model, 4);
   const at::Tensor expected = Logits(*model, tokens);
   Thrower thrower;
@@ -284,9 +292,49 @@ TEST(TorchScriptModelTest, RunsOnAfterAHookHasThrown) {
   EXPECT_TRUE(Logits(*model, tokens).equal(expected));
 }
 
-TEST(TorchScriptModelTest, ThrowsOnATokenOutsideTheVocabulary) {
-  const auto model = Load("gqa");
+TEST_P(AnyLoader, ThrowsOnATokenOutsideTheVocabulary) {
+  const auto model = Load(GetParam());
   EXPECT_THROW(Logits(*model, at::tensor({model->manifest().vocab_size})), std::exception);
+}
+
+// Its products are those of the TorchScript file, and the compiler rounds where torch does. "bent"
+// has functions, such as tanh, that differ in their last bits.
+TEST(CompiledModelTest, HasTheBitsOfTorchScript) {
+  for (const std::string name : {"tied", "wide_bf16", "wide_int8", "bent"}) {
+    const auto script = Load(name), compiled = Load(name + "_compiled");
+    for (const int64_t rows : {1, 2, 3, 16, 70}) {
+      const at::Tensor tokens = Tokens(*script, rows);
+      const at::Tensor is = Logits(*compiled, tokens), expected = Logits(*script, tokens);
+      if (name == "bent") {
+        EXPECT_LT(LargestDifference(is, expected), 1e-4) << rows << " rows";
+      } else {
+        EXPECT_TRUE(is.equal(expected)) << name << ", " << rows << " rows";
+      }
+    }
+    OwnValue hooks;
+    const at::Tensor residual = at::randn({3, script->manifest().hidden_size})
+                                    .to(script->output_projection(0).scalar_type());
+    if (script->manifest().final_norm.has_value()) {
+      EXPECT_TRUE(compiled->FinalNormed(residual).equal(script->FinalNormed(residual))) << name;
+    }
+    EXPECT_EQ(compiled->weight_bytes(), script->weight_bytes()) << name;
+  }
+}
+
+TEST(CompiledModelTest, SaysWhatItRuns) {
+  EXPECT_THAT(Load("wide_bf16_compiled")->description(),
+              HasSubstr("compiled by AOTInductor, bfloat16, 15 of 15 linears prepacked for "));
+}
+
+TEST(CompiledModelTest, IsRefusedWhereItCannotOrMayNotRun) {
+  const std::string path = ModelPath("tied_compiled.pt");
+  const auto untrusted = LoadModelFile(path);
+  EXPECT_EQ(untrusted.status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_THAT(untrusted.status().message(), HasSubstr("set trust_compiled_models if you trust"));
+  const auto split = LoadModelFile(
+      path, {.ranks = std::make_shared<Ranks>(Ranks::Share(1), 0), .trusts_code = true});
+  EXPECT_EQ(split.status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_THAT(split.status().message(), HasSubstr("a compiled model cannot be split"));
 }
 
 TEST(OperatorsTest, ThrowOutsideAForward) {
@@ -534,13 +582,13 @@ TEST(RefusalTest, EveryBrokenFileIsRefusedWithItsReason) {
     SCOPED_TRACE(absl::StrCat(name, ": ", what.get<std::string>()));
     ASSERT_TRUE(Refusals().count(name)) << "add it to Refusals()";
     const Refusal& expected = Refusals().at(name);
-    const auto model = LoadTorchScript(ModelPath("broken/" + name + ".pt"));
+    const auto model = LoadModelFile(ModelPath("broken/" + name + ".pt"));
     EXPECT_FALSE(std::filesystem::exists("ran")) << "code in the file was run";
     EXPECT_EQ(model.status().code(), expected.code);
     EXPECT_THAT(std::string(model.status().message()), HasSubstr(expected.reason));
   }
   EXPECT_EQ(broken.size(), Refusals().size());
-  EXPECT_TRUE(LoadTorchScript(ModelPath("broken/valid.pt")).ok());
+  EXPECT_TRUE(LoadModelFile(ModelPath("broken/valid.pt")).ok());
 }
 
 TEST(WarningTest, WhatCodeOfAModelWarnsOfGoesNowhere) {
@@ -552,7 +600,7 @@ TEST(WarningTest, WhatCodeOfAModelWarnsOfGoesNowhere) {
 }
 
 TEST(RefusalTest, NamesEveryFaultAtOnce) {
-  const auto model = LoadTorchScript(ModelPath("many_faults.pt"));
+  const auto model = LoadModelFile(ModelPath("many_faults.pt"));
   EXPECT_EQ(model.status().code(), StatusCode::kFailedPrecondition);
   EXPECT_THAT(model.status().message(),
               AllOf(HasSubstr("block(1) is called 2 times"),
@@ -563,20 +611,20 @@ TEST(RefusalTest, NamesEveryFaultAtOnce) {
 }
 
 TEST(RefusalTest, AMissingFileIsNotFound) {
-  const auto model = LoadTorchScript(ModelPath("nowhere.pt"));
+  const auto model = LoadModelFile(ModelPath("nowhere.pt"));
   EXPECT_EQ(model.status().code(), StatusCode::kNotFound);
   EXPECT_THAT(model.status().message(), HasSubstr("nowhere.pt"));
 }
 
 TEST(RefusalTest, AFolderIsNoModel) {
-  EXPECT_EQ(LoadTorchScript(ModelPath("broken")).status().code(), StatusCode::kDataLoss);
+  EXPECT_EQ(LoadModelFile(ModelPath("broken")).status().code(), StatusCode::kDataLoss);
 }
 
 TEST(RefusalTest, AFileCutAnywhereIsDamaged) {
   const std::string whole = ReadFile(ModelPath("broken/valid.pt"));
   for (size_t bytes = 0; bytes < whole.size(); bytes += 811) {
     const std::string path = WriteTemporary("cut.pt", whole.substr(0, bytes));
-    EXPECT_EQ(LoadTorchScript(path).status().code(), StatusCode::kDataLoss) << bytes << " bytes";
+    EXPECT_EQ(LoadModelFile(path).status().code(), StatusCode::kDataLoss) << bytes << " bytes";
   }
 }
 
@@ -588,7 +636,7 @@ TEST(RefusalTest, AFlippedBitIsToldOrHarmless) {
   for (size_t place = 5; place < whole.size(); place += 101) {
     std::string flipped = whole;
     flipped[place] = static_cast<char>(flipped[place] ^ (1 << (place % 8)));
-    const auto model = LoadTorchScript(WriteTemporary("flipped.pt", flipped));
+    const auto model = LoadModelFile(WriteTemporary("flipped.pt", flipped));
     told += !model.ok();
     if (!model.ok()) continue;  // or it was in what nobody reads: padding, dates
     EXPECT_TRUE(Logits(**model, Tokens(**model, 3)).equal(expected)) << "byte " << place;

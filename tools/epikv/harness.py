@@ -36,6 +36,7 @@ class Shape(TypedDict):
     vocab: int
     context: int
     dtype: str
+    compile: NotRequired[bool]
 
 
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout
@@ -179,7 +180,8 @@ def random_model(name: str, **shape: Unpack[Shape]) -> Path:
         say(f"making {path.name}: {shape}")
         command = [sys.executable, "-m", "epikv.export.random", "--no-check"]
         for option, value in {**shape, "name": name, "out": path}.items():
-            command += [f"--{option.replace('_', '-')}", str(value)]
+            flag = f"--{option.replace('_', '-')}"
+            command += [flag] if value is True else [flag, str(value)]
         made = subprocess.run(command, check=False, capture_output=True, text=True)
         if made.returncode != 0:
             raise click.ClickException(f"{' '.join(command)}\n{made.stderr}")

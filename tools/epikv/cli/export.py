@@ -52,6 +52,12 @@ class _Bar:
     type=click.Choice(["int8", "int4"]),
     help="Store the linears' weights as integers, in groups with a scale each. Default: in --dtype.",
 )
+@click.option(
+    "--compile/--no-compile",
+    default=False,
+    help="Compile it with AOTInductor, for processors of this kind, instead of TorchScript. The "
+    "daemon serves it with --trust_compiled_models.",
+)
 @click.option("--name", help="What the daemon calls the model. Default: the directory's name.")
 @click.option(
     "--calibration",
@@ -66,11 +72,12 @@ def command(
     model: Path,
     dtype: str | None,
     quantize: str | None,
+    compile: bool,
     name: str | None,
     calibration: Path | None,
     check: bool,
 ) -> None:
-    """Write the model in DIRECTORY, in the Hugging Face layout, as one TorchScript file, MODEL.
+    """Write the model in DIRECTORY, in the Hugging Face layout, as one file, MODEL, of TorchScript.
 
     Before the file appears, its logits and greedy tokens are compared with transformers. The chat
     format that is derived from the model's template is compared, too, and kept only if it gives the
@@ -81,6 +88,7 @@ def command(
         model,
         dtype=dtype,
         quantize=quantize,
+        compile=compile,
         name=name,
         calibration=calibration,
         check=check,
@@ -93,6 +101,7 @@ def from_directory(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    compile: bool = False,
     name: str | None = None,
     calibration: Path | None = None,
     check: bool = True,
@@ -113,6 +122,7 @@ def from_directory(
             model,
             dtype=dtype and DTYPES[dtype],
             quantization=quantize,
+            compile=compile,
             name=name,
             calibration=calibration,
             check=check,

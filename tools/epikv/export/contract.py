@@ -1,8 +1,11 @@
-"""Checks a scripted module's graph against the model contract, as the daemon does at load."""
+"""Checks a module against the model contract, as the daemon does at load."""
 
 from typing import Any
 
 import torch
+
+from epikv.export.manifest import Manifest
+from epikv.export.operators import KvCache, Module, Step, running
 
 _OPERATORS = ("epikv::block", "epikv::attention")
 
@@ -40,6 +43,23 @@ def violations(module: torch.jit.ScriptModule, num_layers: int) -> list[str]:
     if sorted(calls) == sorted(wanted) and calls != wanted:
         found.append(f"the calls come in the order {', '.join(calls)}")
     return found
+
+
+def missing_calls(module: Module, manifest: Manifest) -> list[str]:
+    """What a forward of a compiled module does not call: there is no graph to read. A call that is
+    not due raises RuntimeError."""
+    step = Step(manifest, [KvCache.empty(manifest)], [1], torch.tensor([0]))
+    with running(step):
+        module(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]))
+    layers = range(len(manifest.layers))
+    called = {f"block({layer})" for layer in range(len(step.residuals))}
+    called |= {f"attention({layer})" for layer in step.attended}
+    wanted = [f"{kind}({layer})" for layer in layers for kind in ("block", "attention")]
+    return [
+        f"epikv::{call} is not called"
+        for call in [*wanted, f"block({len(layers)})"]
+        if call not in called
+    ]
 
 
 def _signature(graph: torch.Graph) -> list[str]:

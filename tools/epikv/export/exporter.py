@@ -1,4 +1,4 @@
-"""Writes and reads model files: a scripted module with its manifest, tokenizer and chat formats."""
+"""Writes and reads model files: a module with its manifest, tokenizer and chat formats."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from epikv.export import chat, checkpoint, contract, parity
+from epikv.export import chat, checkpoint, compiled, contract, operators, parity
 from epikv.export.decoder import build
 from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
@@ -38,11 +38,14 @@ def export(
     quantization: str | None = None,
     name: str | None = None,
     calibration: Path | None = None,
+    compile: bool = False,
     check: bool = True,
     progress: Progress = _nobody,
 ) -> parity.Report | None:
     """Writes the model in `directory` to `out`, after comparing it with transformers.
 
+    The file is of TorchScript or, with `compile`, what AOTInductor makes of the model for
+    processors of this machine's kind (epikv.export.compiled).
     `dtype` is one of DTYPES' values (default: as stored), and `quantization` one of QUANTIZATIONS
     (default: none); `name` defaults to the directory's;
     `check` may skip the comparison, which loads the model twice more, one after the other. `out`
@@ -62,7 +65,7 @@ def export(
             module = build(source.shape(dtype), source.weights(), getattr(torch, dtype), linears)
             progress("trying the chat template", 0, 0)
             told = _extras(manifest, source.tokenizer, source.chat(), source.chat_template())
-            _write(module, told, temporary, progress)
+            _write(module, told, temporary, progress, compile=compile)
             del module
             gc.collect()  # scripting leaves cycles, which would hold the weights when loading
             return _check(temporary, manifest, source.directory if check else None, progress)
@@ -76,27 +79,34 @@ def save(
     tokenizer: str,
     out: Path,
     chat_formats: chat.ChatFormats | chat.Refusal = _NO_CHAT,
+    *,
+    compile: bool = False,
 ) -> None:
     """Writes a module of one's own as the file that the daemon serves.
 
     `module` keeps the model contract: it can be scripted, its forward takes (token_ids, positions,
     last) and calls the two operators of `epikv.export.operators`, and its weights are of
     `manifest.dtype`. `tokenizer` is the text of a tokenizer.json, and `chat_formats` what
-    `epikv.export.chat.derive` makes of a chat template. `out` appears whole or not at all. Raises
-    ExportError, naming everything that breaks the contract.
+    `epikv.export.chat.derive` makes of a chat template. `compile`: as in `export`. `out` appears
+    whole or not at all. Raises ExportError, naming everything that breaks the contract.
     """
     out = Path(out)
     with _whole(out) as temporary:
         try:
             told = _extras(manifest, tokenizer, chat_formats)
-            _write(module.eval().requires_grad_(False), told, temporary)
+            _write(module.eval().requires_grad_(False), told, temporary, compile=compile)
         except RuntimeError as error:  # the compiler's, or of a full disk
             raise ExportError(f"{out}: {error}") from error
         _check(temporary, manifest, None)
 
 
 def load(path: Path) -> tuple[torch.jit.ScriptModule, Manifest, str]:
-    """The module, manifest and tokenizer.json of an exported file."""
+    """The module, manifest and tokenizer.json of an exported file. Raises ExportError of a compiled
+    one, which has no module."""
+    if compiled.is_compiled(path):
+        raise ExportError(
+            f"{path} is compiled: take the file that --no-compile writes of the model"
+        )
     extra = {"manifest.json": "", "tokenizer.json": ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -132,8 +142,17 @@ def _extras(
 
 
 def _write(
-    module: torch.nn.Module, extras: dict[str, str], path: Path, progress: Progress = _nobody
+    module: torch.nn.Module,
+    extras: dict[str, str],
+    path: Path,
+    progress: Progress = _nobody,
+    *,
+    compile: bool,
 ) -> None:
+    if compile:
+        progress("compiling the model", 0, 0)
+        compiled.write(module, extras, path)
+        return
     with warnings.catch_warnings(), _growing(path, _nbytes(module), progress):
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.script(module).save(str(path), _extra_files=extras)
@@ -184,10 +203,15 @@ def _check(
         progress("running it in transformers", 0, 0)
         expected = parity.expect(manifest, directory)
     progress("running what was written", 0, 0)
-    module, manifest, _ = load(path)
-    broken = contract.violations(module, len(manifest.layers))
+    module: operators.Module
+    if compiled.is_compiled(path):
+        module = compiled.read(path)
+        broken = contract.missing_calls(module, manifest)
+    else:
+        module, manifest, _ = load(path)
+        broken = contract.violations(module, len(manifest.layers))
     if broken:
-        raise ExportError("the scripted module breaks the contract: " + "; ".join(broken))
+        raise ExportError("the module breaks the contract: " + "; ".join(broken))
     if expected is None:
         return None
     report = parity.compare(module, manifest, expected)

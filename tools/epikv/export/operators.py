@@ -78,11 +78,14 @@ class Step:
     replace: Callable[[Tensor], Tensor] | None = None
 
 
+# A model that is ready to run: of TorchScript, or compiled. Takes (token_ids, positions, last).
+Module = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 _current: ContextVar[Step] = ContextVar("epikv_step")
 
 
 def forward(
-    module: torch.jit.ScriptModule,
+    module: Module,
     manifest: Manifest,
     batch: Sequence[tuple[KvCache, Sequence[int]]],
     last: Sequence[int] | None = None,

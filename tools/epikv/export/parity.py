@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from epikv.export.manifest import Manifest
-from epikv.export.operators import KvCache, forward
+from epikv.export.operators import KvCache, Module, forward
 
 FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
 NARROW_FACTOR = (
@@ -82,7 +82,7 @@ def expect(manifest: Manifest, directory: Path) -> Expected:
     return Expected(texts, [len(prompt) for prompt in prompts], wanted, limit)
 
 
-def compare(module: torch.jit.ScriptModule, manifest: Manifest, expected: Expected) -> Report:
+def compare(module: Module, manifest: Manifest, expected: Expected) -> Report:
     """Runs the module on the same texts: packed prompts, then packed decode steps."""
     wanted, limit = expected.logits, expected.limit
     ours = _packed_logits(module, manifest, expected.texts, expected.prompts)
@@ -168,7 +168,7 @@ def logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
 
 
 def _packed_logits(
-    module: torch.jit.ScriptModule,
+    module: Module,
     manifest: Manifest,
     texts: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],

@@ -29,6 +29,7 @@ from epikv.export.synthetic import write_directory
 @click.option("--tokenizer", type=click.Choice(["words", "bytes"]), default="words")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32")
 @click.option("--quantize", type=click.Choice(["int8", "int4"]), help="As epikv export has it.")
+@click.option("--compile", is_flag=True, help="As epikv export has it.")
 @click.option("--seed", default=0)
 @click.option("--draw-on", default="cpu", help="Device on which the weights are drawn.")
 @click.option("--name", default="random")
@@ -58,6 +59,7 @@ def main(
     tokenizer: str,
     dtype: str,
     quantize: str | None,
+    compile: bool,
     seed: int,
     draw_on: str,
     name: str,
@@ -94,6 +96,7 @@ def main(
                 out,
                 dtype=stored,
                 quantization=quantize,
+                compile=compile,
                 name=name,
                 calibration=calibration,
                 check=check,

@@ -26,6 +26,7 @@ def random_model(
     tokenizer: str = "words",
     name: str = "random",
     quantization: str | None = None,
+    compile: bool = False,
     calibration: Path | None = None,
     check: bool = True,
 ) -> None:
@@ -41,6 +42,7 @@ def random_model(
             path,
             dtype=dtype,
             quantization=quantization,
+            compile=compile,
             name=name,
             calibration=calibration,
             check=check,

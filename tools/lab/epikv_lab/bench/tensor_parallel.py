@@ -7,20 +7,18 @@ parallelism is for weights that do not. `build/dev/tests/rank_sums` says what on
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
 import click
 from epikv import harness
-from epikv.options import Kv, Output, Sampling, Stop
 from epikv.stats import bootstrap
 
 from epikv_lab.bench.overhead import SHAPE
+from epikv_lab.bench.speeds import decoded, prefilled
 from epikv_lab.bench.targets import Target, finish
 
 POOL = 256 << 20
@@ -29,9 +27,7 @@ DAEMONS = {
     "two_threads": ("--threads=2", f"--kv_pool_bytes={POOL}"),
     "two_processes": ("--tensor_parallel=2", "--threads=1", f"--kv_pool_bytes={POOL // 2}"),
 }
-LONG_PROMPT = 1024
 FASTER = 1.0  # than one thread that has all of it
-PROMPT, OUTPUT = 128, 128
 
 
 @click.command("tensor_parallel")
@@ -42,9 +38,9 @@ def command(rounds: int, binary: Path | None, json_file: Path | None) -> None:
     """Speed of two processes over one of as many threads, and over one of one thread."""
     load = [os.getloadavg()[0]]
     cases: dict[str, Callable[[harness.Served, int], float]] = {
-        "decode_1_stream": lambda served, seed: _decode(served, 1, seed),
-        "decode_16_streams": lambda served, seed: _decode(served, 16, seed),
-        "prompt_of_1024": _prefill,
+        "decode_1_stream": lambda served, seed: decoded(served, SHAPE["vocab"], 1, seed),
+        "decode_16_streams": lambda served, seed: decoded(served, SHAPE["vocab"], 16, seed),
+        "prompt_of_1024": lambda served, seed: prefilled(served, SHAPE["vocab"], seed),
     }
     targets: list[Target] = []
     told: dict[str, Any] = {}
@@ -83,32 +79,3 @@ def command(rounds: int, binary: Path | None, json_file: Path | None) -> None:
 
 def _ratio(rows: Sequence[dict[str, float]], other: str) -> float:
     return median(row["two_processes"] / row[other] for row in rows)
-
-
-def _decode(served: harness.Served, streams: int, seed: int) -> float:
-    """Tokens a second."""
-
-    def one(stream: int) -> Any:
-        dice = Random(f"{seed}/{stream}")
-        return served.client.generate_once(
-            dice.choices(range(SHAPE["vocab"]), k=PROMPT),
-            sampling=Sampling(temperature=1.0, seed=stream),
-            stop=Stop(OUTPUT, ignore_eos=True),
-            output=Output(text=False),
-            kv=Kv(bypass_prefix_cache=True),
-        )
-
-    with ThreadPoolExecutor(streams) as pool:
-        results = list(pool.map(one, range(streams)))
-    return streams * (OUTPUT - 1) / max(result.summary.timings.decode for result in results)
-
-
-def _prefill(served: harness.Served, seed: int) -> float:
-    """Tokens a second."""
-    result: Any = served.client.generate_once(
-        Random(seed).choices(range(SHAPE["vocab"]), k=LONG_PROMPT),
-        stop=Stop(1, ignore_eos=True),
-        output=Output(text=False),
-        kv=Kv(bypass_prefix_cache=True),
-    )
-    return LONG_PROMPT / result.summary.timings.prefill

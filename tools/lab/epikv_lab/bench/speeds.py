@@ -1,0 +1,40 @@
+"""Tokens a second that a daemon of a random-weight model decodes and reads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+from epikv import harness
+from epikv.options import Kv, Output, Sampling, Stop
+
+LONG_PROMPT = 1024
+PROMPT, OUTPUT = 128, 128
+
+
+def decoded(served: harness.Served, vocab: int, streams: int, seed: int) -> float:
+    """Of so many streams together, OUTPUT tokens behind PROMPT each."""
+
+    def one(stream: int) -> Any:
+        dice = Random(f"{seed}/{stream}")
+        return served.client.generate_once(
+            dice.choices(range(vocab), k=PROMPT),
+            sampling=Sampling(temperature=1.0, seed=stream),
+            stop=Stop(OUTPUT, ignore_eos=True),
+            output=Output(text=False),
+            kv=Kv(bypass_prefix_cache=True),
+        )
+
+    with ThreadPoolExecutor(streams) as pool:
+        results = list(pool.map(one, range(streams)))
+    return streams * (OUTPUT - 1) / max(result.summary.timings.decode for result in results)
+
+
+def prefilled(served: harness.Served, vocab: int, seed: int) -> float:
+    """Of a prompt of LONG_PROMPT tokens."""
+    result: Any = served.client.generate_once(
+        Random(seed).choices(range(vocab), k=LONG_PROMPT),
+        stop=Stop(1, ignore_eos=True),
+        output=Output(text=False),
+        kv=Kv(bypass_prefix_cache=True),
+    )
+    return LONG_PROMPT / result.summary.timings.prefill
