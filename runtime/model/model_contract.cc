@@ -311,6 +311,7 @@ std::vector<std::string> ParameterViolations(const std::map<std::string, at::Ten
 }
 
 std::string LastLine(absl::string_view what) {
+  what = what.substr(0, what.find("\nException raised from "));
   const std::vector<absl::string_view> lines = absl::StrSplit(what, '\n', absl::SkipWhitespace());
   return lines.empty() ? std::string("unknown error") : std::string(lines.back());
 }

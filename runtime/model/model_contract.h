@@ -36,7 +36,7 @@ std::vector<std::string> ParameterViolations(const std::map<std::string, at::Ten
 std::vector<std::string> ProbeViolations(const Model& model, bool counts_calls = false);
 
 // Of what Model::Forward has thrown, the line that says what happened: TorchScript's traceback
-// stands around it.
+// stands before it, and LibTorch's stack behind it.
 std::string LastLine(absl::string_view what);
 
 }  // namespace epikv

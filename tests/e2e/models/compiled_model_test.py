@@ -15,7 +15,7 @@ from epikv.testing import Daemon
 
 SAMPLES = Path(__file__).parents[3] / "tools" / "sample_model"
 PROMPTS = [problem(seed).prompt for seed in (9, 10, 11)]
-KVS = (Kv("full"), Kv("epikv_flat", budget=24), Kv("h2o", budget=24), Kv("snapkv", budget=24))
+KVS = (Kv("full"), Kv("epikv_flat", budget=140), Kv("h2o", budget=140), Kv("snapkv", budget=60))
 TRUST = "--trust_compiled_models=true"
 
 
