@@ -36,6 +36,7 @@ Processor Detect() {
 #if defined(__x86_64__)
   found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && HasF16c();
+  found.follows_streams = __builtin_cpu_is("amd");
 #if !defined(__clang__)  // kernels for more than AVX2 are written for GCC
   found.avx512 = found.avx2 && __builtin_cpu_supports("x86-64-v4");
   found.avx512_vnni = found.avx512 && __builtin_cpu_supports("avx512vnni");
@@ -66,6 +67,8 @@ void LimitLibraries(const char* torch, const char* one_dnn, const char* mkl) {
 
 const Processor& ThisProcessor() { return Used(); }
 
+bool FetchesAhead(int64_t passes) { return passes > 1 || !Used().follows_streams; }
+
 std::optional<ProcessorLimit> ProcessorLimitOf(absl::string_view name) {
   for (const auto& [known, limit] : {std::pair{"auto", ProcessorLimit::kNone},
                                      {"avx512", ProcessorLimit::kAvx512},
@@ -78,17 +81,18 @@ std::optional<ProcessorLimit> ProcessorLimitOf(absl::string_view name) {
 
 absl::Status LimitProcessor(ProcessorLimit limit) {
   Processor& used = Used();
+  const bool follows_streams = used.follows_streams;
   switch (limit) {
     case ProcessorLimit::kNone:
       return absl::OkStatus();
     case ProcessorLimit::kAvx512:
       if (!used.avx512) return absl::FailedPreconditionError("this processor has no AVX-512");
-      used = {.avx2 = true, .avx512 = true};
+      used = {.avx2 = true, .avx512 = true, .follows_streams = follows_streams};
       LimitLibraries("avx512", "AVX512_CORE", "AVX512");
       return absl::OkStatus();
     case ProcessorLimit::kAvx2:
       if (!used.avx2) return absl::FailedPreconditionError("this processor has no AVX2");
-      used = {.avx2 = true};
+      used = {.avx2 = true, .follows_streams = follows_streams};
       LimitLibraries("avx2", "AVX2", "AVX2");
       return absl::OkStatus();
     case ProcessorLimit::kPlain:

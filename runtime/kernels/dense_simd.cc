@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "policies/clones.h"
+#include "runtime/base/processor.h"
 #include "runtime/kernels/dense_matmul.h"
 #include "runtime/kernels/simd.h"
 

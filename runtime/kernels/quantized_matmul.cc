@@ -190,8 +190,9 @@ template <int kBits>
 void MultiplyVnni(const QuantizedRows& x, const void* packed, const QuantizedShape& shape,
                   int64_t block, float* out) {
   constexpr int64_t kAhead = 32 << 10;  // bytes
-  const int64_t steps = (x.rows + kTile - 1) / kTile * (shape.group / 8);
-  const int64_t lines = GroupBytes(shape) / 64, per_step = (lines + steps - 1) / steps;
+  const int64_t tiles = (x.rows + kTile - 1) / kTile, steps = tiles * (shape.group / 8);
+  const int64_t lines = GroupBytes(shape) / 64;
+  const int64_t per_step = FetchesAhead(tiles) ? (lines + steps - 1) / steps : 0;
   for (int64_t g = 0; g < shape.groups(); ++g) {
     const uint8_t* const group = GroupAt(packed, shape, block, g);
     Ahead ahead = {group + kAhead, per_step};

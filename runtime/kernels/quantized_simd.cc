@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "policies/clones.h"
+#include "runtime/base/processor.h"
 #include "runtime/kernels/simd.h"
 
 #undef HWY_TARGET_INCLUDE
