@@ -269,6 +269,38 @@ std::vector<int64_t> LogitStarts(const AttentionItem& item, const LaneShape& sha
   return starts;
 }
 
+// A lane, or one part of it.
+struct DecodeTask {
+  int64_t item, head;
+  int64_t part = -1, place = 0;  // which, and its place among those of all lanes; -1: the lane
+};
+
+struct DecodeTasks {
+  std::vector<DecodeTask> all;
+  int64_t num_parts = 0;
+};
+
+// Long lanes are parted where there are fewer lanes than would keep all threads busy.
+DecodeTasks DecodeTasksOf(absl::Span<const AttentionItem* const> items, const AttentionShape& shape,
+                          AttentionPath path) {
+  const int64_t lanes = std::ssize(items) * shape.num_kv_heads, threads = at::get_num_threads();
+  const bool splits = path != AttentionPath::kAnywhere && threads > 1 && lanes < 2 * threads;
+  DecodeTasks tasks;
+  for (int64_t item = 0; item < std::ssize(items); ++item) {
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      const int64_t count = PartsOf(items[item]->used[head]);
+      if (!splits || count == 1) {
+        tasks.all.push_back({.item = item, .head = head});
+        continue;
+      }
+      for (int64_t part = 0; part < count; ++part) {
+        tasks.all.push_back({item, head, part, tasks.num_parts++});
+      }
+    }
+  }
+  return tasks;
+}
+
 void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
                     absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
   const LaneShape kernel_shape = KernelShape(shape);
@@ -278,19 +310,35 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
     starts[i] = LogitStarts(*items[i], kernel_shape);
     items[i]->logits->resize(starts[i].back());
   }
-  const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
   const AttentionPath path = FastestAttentionPath(kernel_shape);
-  ParallelFor(lanes, 1, [&](int64_t begin, int64_t end) {
+  const auto lane_of = [&](const DecodeTask& task) {
+    const AttentionItem& item = *items[task.item];
+    DecodeLane lane = DecodeLaneOf(q, &out, layer, task.head, item, shape);
+    if (item.logits != nullptr) lane.logits = item.logits->data() + starts[task.item][task.head];
+    return lane;
+  };
+  const DecodeTasks tasks = DecodeTasksOf(items, shape, path);
+  const int64_t floats = PartFloats(kernel_shape);
+  std::vector<float> parts(tasks.num_parts * floats);
+  ParallelFor(std::ssize(tasks.all), 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t place = i / shape.num_kv_heads, head = i % shape.num_kv_heads;
-      const AttentionItem& item = *items[place];
-      DecodeLane lane = DecodeLaneOf(q, &out, layer, head, item, shape);
-      if (item.logits != nullptr) lane.logits = item.logits->data() + starts[place][head];
-      DecodeAttention(path, lane, kernel_shape, scratch.data());
+      const DecodeTask& task = tasks.all[i];
+      if (task.part < 0) {
+        DecodeAttention(path, lane_of(task), kernel_shape, scratch.data());
+      } else {
+        AttendPart(path, lane_of(task), kernel_shape, task.part, parts.data() + task.place * floats,
+                   scratch.data());
+      }
     }
   });
+  std::vector<float> scratch(tasks.num_parts > 0 ? DecodeScratchFloats(kernel_shape) : 0);
+  for (const DecodeTask& task : tasks.all) {
+    if (task.part != 0) continue;
+    JoinParts(path, lane_of(task), kernel_shape, parts.data() + task.place * floats,
+              scratch.data());
+  }
 }
 
 // Our loop over the rows of prompts, where it is worth while: nobody else reads int8.

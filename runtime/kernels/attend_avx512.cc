@@ -431,32 +431,17 @@ void AttendAs(const PrefillLane& lane, const LaneShape& shape, float* left, floa
   }
 }
 
-void AttendWidened(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
+}  // namespace
+
+void AttendAvx512(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
   if (shape.stored == KvDType::kInt8) return AttendAs<WidenedInt8>(lane, shape, left, scratch);
   AttendAs<Widened>(lane, shape, left, scratch);
 }
 
-void AttendPaired(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
+void AttendAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float* left,
+                          float* scratch) {
   if (shape.stored == KvDType::kInt8) return Attend<PairedInt8>(lane, shape, left, scratch);
   Attend<Paired>(lane, shape, left, scratch);
-}
-
-}  // namespace
-
-void DecodeAvx512(const DecodeLane& lane, const LaneShape& shape, float* scratch) {
-  AttendWidened(OneRow(lane), shape, lane.logits, scratch);
-}
-
-void DecodeAvx512BFloat16(const DecodeLane& lane, const LaneShape& shape, float* scratch) {
-  AttendPaired(OneRow(lane), shape, lane.logits, scratch);
-}
-
-void PrefillAvx512(const PrefillLane& lane, const LaneShape& shape, float* scratch) {
-  AttendWidened(lane, shape, nullptr, scratch);
-}
-
-void PrefillAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float* scratch) {
-  AttendPaired(lane, shape, nullptr, scratch);
 }
 
 }  // namespace epikv
@@ -482,10 +467,8 @@ namespace epikv {
 
 bool CanAttendAvx512(const LaneShape&) { return false; }
 bool CanAttendAvx512BFloat16(const LaneShape&) { return false; }
-void DecodeAvx512(const DecodeLane&, const LaneShape&, float*) {}
-void DecodeAvx512BFloat16(const DecodeLane&, const LaneShape&, float*) {}
-void PrefillAvx512(const PrefillLane&, const LaneShape&, float*) {}
-void PrefillAvx512BFloat16(const PrefillLane&, const LaneShape&, float*) {}
+void AttendAvx512(const PrefillLane&, const LaneShape&, float*, float*) {}
+void AttendAvx512BFloat16(const PrefillLane&, const LaneShape&, float*, float*) {}
 
 }  // namespace epikv
 

@@ -14,11 +14,10 @@ bool CanAttendAvx512(const LaneShape& shape);
 // to bfloat16 before they meet V. Of bfloat16 models, V's width a multiple of 32.
 bool CanAttendAvx512BFloat16(const LaneShape& shape);
 
-// What DecodeAttention and PrefillAttention promise. Precondition: CanAttendAvx512,
-// CanAttendAvx512BFloat16.
-void DecodeAvx512(const DecodeLane& lane, const LaneShape& shape, float* scratch);
-void DecodeAvx512BFloat16(const DecodeLane& lane, const LaneShape& shape, float* scratch);
-void PrefillAvx512(const PrefillLane& lane, const LaneShape& shape, float* scratch);
-void PrefillAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float* scratch);
+// What PrefillAttention, AttendPart and JoinParts promise. left: DecodeLane::logits, of one row, or
+// null. Precondition: CanAttendAvx512, CanAttendAvx512BFloat16.
+void AttendAvx512(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch);
+void AttendAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float* left,
+                          float* scratch);
 
 }  // namespace epikv

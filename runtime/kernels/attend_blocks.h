@@ -18,9 +18,14 @@ inline bool CanAttendBlocks(const LaneShape& shape) {
 
 // Floats of scratch for so many rows.
 inline int64_t AttendBlocksScratchFloats(const LaneShape& shape, int64_t rows) {
-  const int64_t aligned = 8 * kKeysOfVector, queries = rows * shape.group;
-  return aligned + (kKeysOfBlock + queries) * shape.key_width +
-         queries * (2 * kKeysOfBlock + shape.value_width + kKeysOfVector + 1);
+  const int64_t aligned = 11 * kKeysOfVector, queries = rows * shape.group;
+  return aligned + (kKeysOfBlock + queries) * shape.key_width + shape.value_width +
+         queries * (2 * kKeysOfBlock + 2 * shape.value_width + 2 * kKeysOfVector + 1);
 }
+
+// What a query's attention to some slots comes to: its values' weighted sum [width], its largest
+// logit, and its sum of exp(logit - largest). Adds that of a part to that of the parts before it.
+// In one place: the bits are to be the same whoever joins.
+void AddPart(const float* part, int64_t width, float* total);
 
 }  // namespace epikv

@@ -371,12 +371,8 @@ HWY_AFTER_NAMESPACE();
 namespace epikv {
 bool CanAttendSimd(const LaneShape& shape) { return HasSimd() && CanAttendBlocks(shape); }
 
-void DecodeSimd(const DecodeLane& lane, const LaneShape& shape, float* scratch) {
-  EPIKV_SIMD::AttendLane(OneRow(lane), shape, lane.logits, scratch);
-}
-
-void PrefillSimd(const PrefillLane& lane, const LaneShape& shape, float* scratch) {
-  EPIKV_SIMD::AttendLane(lane, shape, nullptr, scratch);
+void AttendSimd(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
+  EPIKV_SIMD::AttendLane(lane, shape, left, scratch);
 }
 
 }  // namespace epikv

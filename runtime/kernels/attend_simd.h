@@ -9,8 +9,8 @@ namespace epikv {
 // Whether this processor can. Widths are to be multiples of 16.
 bool CanAttendSimd(const LaneShape& shape);
 
-// What DecodeAttention and PrefillAttention promise. Precondition: CanAttendSimd.
-void DecodeSimd(const DecodeLane& lane, const LaneShape& shape, float* scratch);
-void PrefillSimd(const PrefillLane& lane, const LaneShape& shape, float* scratch);
+// What PrefillAttention, AttendPart and JoinParts promise. left: DecodeLane::logits, of one row, or
+// null. Precondition: CanAttendSimd.
+void AttendSimd(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch);
 
 }  // namespace epikv

@@ -59,11 +59,14 @@ struct ReadsOf {
   ReadsOf(const ReadsOf&) = delete;
 };
 
-// The logits, [group, used], of slots that are not read: before a loop over those that are.
+// The logits, [group, used], of those of `slots` that are not read: before a loop over those that
+// are.
 EPIKV_INLINE void LeaveUnread(float* logits, absl::Span<const SlotRange> reads, int64_t group,
-                              int64_t used) {
+                              int64_t used, SlotRange slots) {
   if (logits == nullptr || reads.empty()) return;
-  for (int64_t i = 0; i < group * used; ++i) logits[i] = -INFINITY;
+  for (int64_t g = 0; g < group; ++g) {
+    for (int64_t j = slots.begin; j < slots.end; ++j) logits[g * used + j] = -INFINITY;
+  }
 }
 
 // The logits, [group, used], of a block that no query sees.

@@ -110,7 +110,7 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
       }
     }
   };
-  LeaveUnread(left, lane.reads, group, used);
+  LeaveUnread(left, lane.reads, group, used, {0, used});
   const ReadsOf ranges(lane.reads, used);
   for (const SlotRange& range : ranges.reads) {
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
@@ -159,6 +159,16 @@ void AttendAnywhere(const PrefillLane& lane, const LaneShape& shape, float* left
   }
 }
 
+// Of a path that goes by blocks.
+void AttendBlocks(AttentionPath path, const PrefillLane& lane, const LaneShape& shape, float* left,
+                  float* scratch) {
+  if (path == AttentionPath::kAvx512BFloat16) {
+    return AttendAvx512BFloat16(lane, shape, left, scratch);
+  }
+  if (path == AttentionPath::kAvx512) return AttendAvx512(lane, shape, left, scratch);
+  AttendSimd(lane, shape, left, scratch);
+}
+
 int64_t AnywhereScratchFloats(const LaneShape& shape, int64_t rows) {
   return (rows * shape.group + kBlock) * (shape.key_width + shape.value_width) +
          2 * rows * shape.group;
@@ -190,7 +200,7 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const LaneShape& shape, float*
   float* logits = k + kBlock * dk;  // [group, used]
   Widen(static_cast<const T*>(lane.q), q, group * dk);
   for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
-  LeaveUnread(logits, lane.reads, group, used);
+  LeaveUnread(logits, lane.reads, group, used, {0, used});
   const ReadsOf ranges(lane.reads, used);
   for (const SlotRange& range : ranges.reads) {
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
@@ -435,10 +445,42 @@ int64_t RowScratchFloats(const LaneShape& shape, int64_t used) {
 
 void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
                      float* scratch) {
-  if (path == AttentionPath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
-  if (path == AttentionPath::kAvx512) return DecodeAvx512(lane, shape, scratch);
-  if (path == AttentionPath::kSimd) return DecodeSimd(lane, shape, scratch);
+  if (path != AttentionPath::kAnywhere) {
+    return AttendBlocks(path, OneRow(lane), shape, lane.logits, scratch);
+  }
   AttendAnywhere(OneRow(lane), shape, lane.logits, scratch);
+}
+
+void AddPart(const float* part, int64_t width, float* total) {
+  const float peak = part[width], mass = part[width + 1];
+  float &total_peak = total[width], &total_mass = total[width + 1];
+  if (mass == 0) return;  // nothing of it is seen
+  if (total_mass == 0) {
+    std::copy(part, part + width + 2, total);
+    return;
+  }
+  const float top = std::max(total_peak, peak);
+  const float before = std::exp(total_peak - top), now = std::exp(peak - top);
+  total_peak = top;
+  total_mass = total_mass * before + mass * now;
+  for (int64_t i = 0; i < width; ++i) total[i] = total[i] * before + part[i] * now;
+}
+
+int64_t PartFloats(const LaneShape& shape) { return shape.group * (shape.value_width + 2); }
+
+void AttendPart(AttentionPath path, const DecodeLane& lane, const LaneShape& shape, int64_t part,
+                float* left, float* scratch) {
+  PrefillLane row = OneRow(lane);
+  row.part = part;
+  row.left_of_part = left;
+  AttendBlocks(path, row, shape, lane.logits, scratch);
+}
+
+void JoinParts(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
+               const float* parts, float* scratch) {
+  PrefillLane row = OneRow(lane);
+  row.parts = parts;
+  AttendBlocks(path, row, shape, lane.logits, scratch);
 }
 
 int64_t PrefillScratchFloats(const LaneShape& shape) {
@@ -447,9 +489,7 @@ int64_t PrefillScratchFloats(const LaneShape& shape) {
 
 void PrefillAttention(AttentionPath path, const PrefillLane& lane, const LaneShape& shape,
                       float* scratch) {
-  if (path == AttentionPath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
-  if (path == AttentionPath::kAvx512) return PrefillAvx512(lane, shape, scratch);
-  if (path == AttentionPath::kSimd) return PrefillSimd(lane, shape, scratch);
+  if (path != AttentionPath::kAnywhere) return AttendBlocks(path, lane, shape, nullptr, scratch);
   AttendAnywhere(lane, shape, nullptr, scratch);
 }
 

@@ -53,6 +53,12 @@ absl::string_view AttentionPathName(AttentionPath path);
 std::vector<AttentionPath> AttentionPaths(const LaneShape& shape);
 AttentionPath FastestAttentionPath(const LaneShape& shape);
 
+// Paths but kAnywhere attend to the slots of long lanes in parts of so many, and join what comes of
+// them in the order of the slots: the bits are the same whether one thread attends to all of a lane
+// or several to its parts.
+inline constexpr int64_t kKeysOfPart = 2048;
+inline int64_t PartsOf(int64_t used) { return (used + kKeysOfPart - 1) / kKeysOfPart; }
+
 // Floats of scratch that one DecodeAttention call needs, whichever its path.
 int64_t DecodeScratchFloats(const LaneShape& shape);
 
@@ -60,6 +66,14 @@ int64_t DecodeScratchFloats(const LaneShape& shape);
 // attended.
 void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
                      float* scratch);
+
+// DecodeAttention by parts: AttendPart of each leaves what JoinParts takes of all, [PartsOf(used),
+// PartFloats]. Precondition: the path is not kAnywhere.
+int64_t PartFloats(const LaneShape& shape);
+void AttendPart(AttentionPath path, const DecodeLane& lane, const LaneShape& shape, int64_t part,
+                float* left, float* scratch);
+void JoinParts(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
+               const float* parts, float* scratch);
 
 // Queries of some rows of a prompt, of one KV head's group. Row r sees slots [0, seen + r).
 struct PrefillLane {
@@ -78,6 +92,10 @@ struct PrefillLane {
   const int64_t* positions = nullptr;
   int64_t first_seen = 0;
   absl::Span<const SlotRange> reads;  // of one row alone
+  // Of one row alone: AttendPart's part and `left`, or JoinParts' parts.
+  int64_t part = -1;
+  float* left_of_part = nullptr;
+  const float* parts = nullptr;
 };
 
 // A decoding token is the one row of a prompt.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <string>
@@ -465,37 +466,95 @@ TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
   ExpectExactRows(shape, 40, PrefillRows(shape), 19, 20);
 }
 
-// A row's bits do not depend on those computed with it.
+// Of several threads, each of which has some of a lane's parts.
+TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
+  LaneShape shape = Shape({.group = 3, .key = 32, .value = 48});
+  for (const int64_t used : {kKeysOfPart, kKeysOfPart + 1, 2 * kKeysOfPart + 77}) {
+    for (const char* how : {"all", "window", "reads", "soft cap"}) {
+      SCOPED_TRACE(testing::Message() << used << " slots, " << how);
+      shape.soft_cap = how == std::string("soft cap") ? 0.7f : 0;
+      Problem p = Random(shape, used, static_cast<int>(used));
+      if (how == std::string("window")) {
+        p.positions.resize(used);
+        std::iota(p.positions.begin(), p.positions.end(), 0);
+        p.first_seen = kKeysOfPart + kKeysOfPart / 2;  // nothing of the first part
+        if (p.first_seen >= used) continue;
+      }
+      if (how == std::string("reads")) {
+        p.reads = {{5, 70}, {kKeysOfPart - 9, std::min(used, kKeysOfPart + 9)}};
+        if (used > 2 * kKeysOfPart) p.reads.push_back({2 * kKeysOfPart + 3, used - 1});
+      }
+      ExpectExact(p);
+      Elements q(shape.dtype, p.q);
+      const Rows keys(FormatOf(shape), p.keys, shape.key_width);
+      const Rows values(FormatOf(shape), p.values, shape.value_width);
+      for (AttentionPath path : AttentionPaths(shape)) {
+        if (path == AttentionPath::kAnywhere) continue;
+        std::vector<float> scratch(DecodeScratchFloats(shape));
+        const auto lane = [&](Elements& out, std::vector<float>& logits) {
+          return DecodeLane{.q = q.data(),
+                            .keys = keys.data(),
+                            .values = values.data(),
+                            .used = used,
+                            .out = out.data(),
+                            .logits = logits.data(),
+                            .positions = p.positions.empty() ? nullptr : p.positions.data(),
+                            .first_seen = p.first_seen,
+                            .reads = p.reads};
+        };
+        const std::vector<float> nothing(3 * 48);
+        Elements whole(shape.dtype, nothing), joined(shape.dtype, nothing);
+        std::vector<float> logits(LogitFloats(shape, used)), of_parts(logits.size());
+        DecodeAttention(path, lane(whole, logits), shape, scratch.data());
+        std::vector<float> parts(PartsOf(used) * PartFloats(shape));
+        for (int64_t part = PartsOf(used) - 1; part >= 0; --part) {  // in any order
+          AttendPart(path, lane(joined, of_parts), shape, part,
+                     parts.data() + part * PartFloats(shape), scratch.data());
+        }
+        JoinParts(path, lane(joined, of_parts), shape, parts.data(), scratch.data());
+        for (size_t i = 0; i < nothing.size(); ++i) {
+          ASSERT_EQ(joined.at(i), whole.at(i)) << AttentionPathName(path) << ", output " << i;
+        }
+        EXPECT_EQ(of_parts, logits) << AttentionPathName(path);
+      }
+    }
+  }
+}
+
+// A row's bits do not depend on those computed with it, of which some see a part more.
 TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
   const LaneShape shape = Shape({.group = 3, .key = 64, .value = 64});
-  const int64_t rows = PrefillRows(shape), past = 50, stride = 3 * 64;
-  const Problem p = Random(shape, past + rows, 21);
-  const std::vector<float> q = Random(shape, rows * 3, 22).keys;
-  Elements queries(shape.dtype, q);
-  const Rows keys(FormatOf(shape), p.keys, shape.key_width);
-  const Rows values(FormatOf(shape), p.values, shape.value_width);
-  std::vector<float> scratch(PrefillScratchFloats(shape));
-  for (AttentionPath path : AttentionPaths(shape)) {
-    const auto run = [&](int64_t first, int64_t count) {
-      Elements out(shape.dtype, std::vector<float>(count * stride));
-      const int64_t size = shape.dtype == DType::kFloat32 ? 4 : 2;
-      PrefillAttention(path,
-                       {.q = static_cast<char*>(queries.data()) + first * stride * size,
-                        .q_stride = stride,
-                        .keys = keys.data(),
-                        .values = values.data(),
-                        .rows = count,
-                        .seen = past + first + 1,
-                        .out = out.data(),
-                        .out_stride = stride},
-                       shape, scratch.data());
-      return out;
-    };
-    const Elements together = run(0, rows);
-    for (int64_t row = 0; row < rows; ++row) {
-      const Elements alone = run(row, 1);
-      for (int64_t i = 0; i < stride; ++i) {
-        ASSERT_EQ(alone.at(i), together.at(row * stride + i)) << "of row " << row;
+  const int64_t rows = PrefillRows(shape), stride = 3 * 64;
+  for (const int64_t past : {int64_t{50}, kKeysOfPart - 7}) {
+    SCOPED_TRACE(past);
+    const Problem p = Random(shape, past + rows, 21);
+    const std::vector<float> q = Random(shape, rows * 3, 22).keys;
+    Elements queries(shape.dtype, q);
+    const Rows keys(FormatOf(shape), p.keys, shape.key_width);
+    const Rows values(FormatOf(shape), p.values, shape.value_width);
+    std::vector<float> scratch(PrefillScratchFloats(shape));
+    for (AttentionPath path : AttentionPaths(shape)) {
+      const auto run = [&](int64_t first, int64_t count) {
+        Elements out(shape.dtype, std::vector<float>(count * stride));
+        const int64_t size = shape.dtype == DType::kFloat32 ? 4 : 2;
+        PrefillAttention(path,
+                         {.q = static_cast<char*>(queries.data()) + first * stride * size,
+                          .q_stride = stride,
+                          .keys = keys.data(),
+                          .values = values.data(),
+                          .rows = count,
+                          .seen = past + first + 1,
+                          .out = out.data(),
+                          .out_stride = stride},
+                         shape, scratch.data());
+        return out;
+      };
+      const Elements together = run(0, rows);
+      for (int64_t row = 0; row < rows; ++row) {
+        const Elements alone = run(row, 1);
+        for (int64_t i = 0; i < stride; ++i) {
+          ASSERT_EQ(alone.at(i), together.at(row * stride + i)) << "of row " << row;
+        }
       }
     }
   }

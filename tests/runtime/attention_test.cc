@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "runtime/base/scalar_type.h"
+#include "runtime/kernels/kernels.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/kv/kv_pool.h"
 #include "runtime/kv/sequence_cache.h"
@@ -21,8 +22,9 @@ class OneLayer {
  public:
   OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype, KvDType stored,
            std::optional<double> soft_cap = std::nullopt,
-           std::optional<int64_t> window = std::nullopt)
-      : shape_{.num_heads = heads,
+           std::optional<int64_t> window = std::nullopt, int64_t tokens = kTokens)
+      : tokens_(tokens),
+        shape_{.num_heads = heads,
                .num_kv_heads = kv_heads,
                .key_width = 16,
                .value_width = 16,
@@ -36,8 +38,8 @@ class OneLayer {
                .num_kv_heads = kv_heads,
                .key_width = 16,
                .value_width = 16},
-        pool_(kTokens * kv_heads, 16, 16, {DTypeOf(dtype), stored}) {
-    request_.demand.budget.assign(kv_heads, kTokens);
+        pool_(tokens * kv_heads, 16, 16, {DTypeOf(dtype), stored}) {
+    request_.demand.budget.assign(kv_heads, tokens);
     request_.demand.prefill = request_.demand.decode = request_.demand.budget;
     cache_ = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, model_);
     for (int64_t head = 0; head < kv_heads; ++head) {
@@ -56,23 +58,24 @@ class OneLayer {
 
  private:
   void Fill(char* rows) const {
-    const at::Tensor noise = at::randn({kTokens, 16}).to(shape_.dtype);
+    const at::Tensor noise = at::randn({tokens_, 16}).to(shape_.dtype);
     const char* const in = static_cast<const char*>(noise.const_data_ptr());
-    for (int64_t i = 0; i < kTokens; ++i) {
+    for (int64_t i = 0; i < tokens_; ++i) {
       WriteRow(in + i * 16 * noise.element_size(), rows + i * pool_.key_bytes(), 16,
                pool_.format());
     }
   }
   at::Tensor Worth(char* rows) const {
     if (shape_.stored == KvDType::kModel) {
-      return at::from_blob(rows, {kTokens, 16}, shape_.dtype).to(at::kDouble);
+      return at::from_blob(rows, {tokens_, 16}, shape_.dtype).to(at::kDouble);
     }
-    const at::Tensor bytes = at::from_blob(rows, {kTokens, 16 + 4}, at::kChar);
+    const at::Tensor bytes = at::from_blob(rows, {tokens_, 16 + 4}, at::kChar);
     const at::Tensor scales =
         bytes.narrow(1, 16, 4).contiguous().view(at::kFloat).to(at::kDouble);  // [kTokens, 1]
     return bytes.narrow(1, 0, 16).to(at::kDouble) * scales;
   }
 
+  const int64_t tokens_;
   const AttentionShape shape_;
   const ModelShape model_;
   Request request_;
@@ -211,6 +214,36 @@ TEST(DecodeRows, AreNeverMadeOfAnotherLayersLogits) {
 }
 
 // Whatever lay in that memory before.
+// A long lane is several threads' where there are few.
+TEST(Attention, ThreadsThatShareALaneChangeNoBits) {
+  const int threads = at::get_num_threads();
+  at::manual_seed(3);
+  constexpr int64_t kLong = 2 * kKeysOfPart + 100;
+  for (const KvDType stored : {KvDType::kModel, KvDType::kInt8}) {
+    const OneLayer layer(6, 2, at::kBFloat16, stored, std::nullopt, std::nullopt, kLong);
+    const at::Tensor q = at::randn({1, 6, 16}).to(at::kBFloat16);
+    const std::vector<int64_t> used = {kLong, kKeysOfPart - 1};  // one long, one short
+    const auto run = [&](int count, std::vector<float>& logits) {
+      at::set_num_threads(count);
+      const AttentionItem item{.cache = &layer.cache(),
+                               .row = 0,
+                               .num_rows = 1,
+                               .decode = true,
+                               .used = used,
+                               .logits = &logits};
+      return Attention(DecodeKernel::kBatch, PrefillKernel::kBatch)
+          .Run(q, 0, {&item, 1}, layer.shape());
+    };
+    std::vector<float> logits, others;
+    const at::Tensor expected = run(1, logits);
+    for (const int count : {2, 4}) {
+      EXPECT_TRUE(run(count, others).equal(expected)) << count << " threads";
+      EXPECT_EQ(others, logits) << count << " threads";
+    }
+  }
+  at::set_num_threads(threads);
+}
+
 TEST(Attention, LeavesZeroInRowsThatAreNobodys) {
   const OneLayer layer(6, 2, at::kFloat, KvDType::kModel);
   const std::vector<int64_t> used = {300, 300};
