@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "absl/algorithm/container.h"
 #include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/base/steady_time.h"
@@ -271,7 +272,7 @@ std::vector<int64_t> LogitStarts(const AttentionItem& item, const LaneShape& sha
 
 // A lane, or one part of it.
 struct DecodeTask {
-  int64_t item, head;
+  int64_t item, head, slots;
   int64_t part = -1, place = 0;  // which, and its place among those of all lanes; -1: the lane
 };
 
@@ -280,24 +281,28 @@ struct DecodeTasks {
   int64_t num_parts = 0;
 };
 
-// Long lanes are parted where there are fewer lanes than would keep all threads busy.
+// The dearest first. Lanes are parted that are more than half of a thread's share of all slots.
 DecodeTasks DecodeTasksOf(absl::Span<const AttentionItem* const> items, const AttentionShape& shape,
                           AttentionPath path) {
-  const int64_t lanes = std::ssize(items) * shape.num_kv_heads, threads = at::get_num_threads();
-  const bool splits = path != AttentionPath::kAnywhere && threads > 1 && lanes < 2 * threads;
+  const int64_t threads = at::get_num_threads();
+  int64_t slots = 0;
+  for (const AttentionItem* item : items) slots += absl::c_accumulate(item->used, int64_t{0});
+  const bool parts = path != AttentionPath::kAnywhere && threads > 1;
   DecodeTasks tasks;
   for (int64_t item = 0; item < std::ssize(items); ++item) {
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      const int64_t count = PartsOf(items[item]->used[head]);
-      if (!splits || count == 1) {
-        tasks.all.push_back({.item = item, .head = head});
+      const int64_t used = items[item]->used[head], count = PartsOf(used);
+      if (!parts || count == 1 || 2 * threads * used <= slots) {
+        tasks.all.push_back({.item = item, .head = head, .slots = used});
         continue;
       }
       for (int64_t part = 0; part < count; ++part) {
-        tasks.all.push_back({item, head, part, tasks.num_parts++});
+        const int64_t of_part = std::min(kKeysOfPart, used - part * kKeysOfPart);
+        tasks.all.push_back({item, head, of_part, part, tasks.num_parts++});
       }
     }
   }
+  absl::c_stable_sort(tasks.all, [](const auto& a, const auto& b) { return a.slots > b.slots; });
   return tasks;
 }
 

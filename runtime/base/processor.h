@@ -20,7 +20,8 @@ struct Processor {
   bool fast_bf16_pairs = false;
   bool amx_bf16 = false;  // a matrix unit, and the system lets this process use it
   // Whether its prefetchers keep up with a loop that reads memory once, in sequence: to fetch ahead
-  // by hand is then slower, by a third to a half on AMD's 4th generation. Intel's gain by it.
+  // by hand is then slower, by a third to a half on AMD's 4th generation, and AMD's others are
+  // taken to be alike. Intel's gain by it.
   bool follows_streams = false;
   bool neon = false;
   bool neon_dot = false;  // products of four pairs of int8

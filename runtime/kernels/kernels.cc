@@ -469,10 +469,10 @@ void AddPart(const float* part, int64_t width, float* total) {
 int64_t PartFloats(const LaneShape& shape) { return shape.group * (shape.value_width + 2); }
 
 void AttendPart(AttentionPath path, const DecodeLane& lane, const LaneShape& shape, int64_t part,
-                float* left, float* scratch) {
+                float* sums_of_part, float* scratch) {
   PrefillLane row = OneRow(lane);
   row.part = part;
-  row.left_of_part = left;
+  row.sums_of_part = sums_of_part;
   AttendBlocks(path, row, shape, lane.logits, scratch);
 }
 

@@ -71,7 +71,7 @@ void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape
 // PartFloats]. Precondition: the path is not kAnywhere.
 int64_t PartFloats(const LaneShape& shape);
 void AttendPart(AttentionPath path, const DecodeLane& lane, const LaneShape& shape, int64_t part,
-                float* left, float* scratch);
+                float* sums_of_part, float* scratch);
 void JoinParts(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
                const float* parts, float* scratch);
 
@@ -92,9 +92,9 @@ struct PrefillLane {
   const int64_t* positions = nullptr;
   int64_t first_seen = 0;
   absl::Span<const SlotRange> reads;  // of one row alone
-  // Of one row alone: AttendPart's part and `left`, or JoinParts' parts.
+  // Of one row alone: what AttendPart is given, or JoinParts' parts.
   int64_t part = -1;
-  float* left_of_part = nullptr;
+  float* sums_of_part = nullptr;
   const float* parts = nullptr;
 };
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <semaphore>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -34,6 +35,9 @@ using torch::inductor::AOTIModelPackageLoader;
 
 constexpr char kIndex[] = "compiled.json";  // written by tools/epikv/export/compiled.py
 
+// Forwards at a time: the engine's, and one that looks at embeddings.
+constexpr int kRunners = 2;
+
 // Thrown where the file is not as its writer makes it.
 struct Malformed : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -58,7 +62,8 @@ class CompiledModel final : public Model {
                      const at::Tensor& last, ForwardHooks& hooks) const override {
     const c10::InferenceMode inference;
     const HooksScope scope(hooks);
-    const CompiledForward forward(linears_);
+    CompiledForward forward(linears_);
+    Turn turn(turns_);
     try {
       return code_->run({token_ids.contiguous(), positions.contiguous(), last.contiguous()}).at(0);
     } catch (...) {
@@ -77,6 +82,18 @@ class CompiledModel final : public Model {
   }
 
  private:
+  // The code has a runner for each of so many callers. One that finds none waits here, not in the
+  // code: that forgets to wake who waits there for a run that throws.
+  using Turns = std::counting_semaphore<kRunners>;
+  struct Turn {
+    explicit Turn(Turns& turns) : turns(turns) { turns.acquire(); }
+    ~Turn() { turns.release(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    Turns& turns;
+  };
+
+  mutable Turns turns_{kRunners};
   const Constants constants_;  // of the code, which points to them
   const std::vector<Linears> linears_;
   const std::unique_ptr<AOTIModelPackageLoader> code_;
@@ -188,6 +205,13 @@ class LinearPacker {
     }
     const auto count = static_cast<int64_t>(parts.size());
     if (!integers) result_.linears += count;
+    if (const auto same = made_.find(siblings.dump()); same != made_.end()) {  // of another input
+      linears_.push_back(linears_[same->second]);
+      if (linears_.back().packed != nullptr)
+        (integers ? result_.quantized : result_.packed) += count;
+      return;
+    }
+    made_.emplace(siblings.dump(), linears_.size());
     Linears& made = linears_.emplace_back();
     if (ArePacked(parts, integers, prepack_)) {
       made.packed = PackTogether(parts, scales, arena_);
@@ -231,6 +255,7 @@ class LinearPacker {
   WeightArena arena_;
   PackedLinears result_;
   std::vector<Linears> linears_;
+  absl::flat_hash_map<std::string, size_t> made_;  // by what the index says of them
   absl::flat_hash_map<std::string, MakeDense> dense_;
 };
 
@@ -276,6 +301,20 @@ std::string Unsuited(const json& index, const ModelOptions& options) {
   return "";
 }
 
+// Unpacks the code into a folder of its own, and loads it.
+absl::StatusOr<std::unique_ptr<AOTIModelPackageLoader>> LoadCode(const std::string& path) {
+  try {
+    return std::make_unique<AOTIModelPackageLoader>(path, "model", /*run_single_threaded=*/false,
+                                                    kRunners);
+  } catch (const std::exception& error) {
+    if (IsOutOfMemory(error)) return OutOfMemory(path);
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the code of ", path, " cannot be loaded: ", FirstSentence(error.what()),
+        ". It is unpacked below $TMPDIR, else /tmp, from where this process has to be allowed to "
+        "write files and to run them"));
+  }
+}
+
 absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& path, const ModelOptions& options) {
   caffe2::serialize::PyTorchStreamReader reader(path);
   ModelTexts texts;
@@ -290,14 +329,20 @@ absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& path, const Model
   violations = ParameterViolations(weights.parameters(), texts.manifest);
   if (!violations.empty()) return Broken(path, violations);
 
-  auto code = std::make_unique<AOTIModelPackageLoader>(path);
+  absl::StatusOr<std::unique_ptr<AOTIModelPackageLoader>> code = LoadCode(path);
+  if (!code.ok()) return code.status();
   Constants constants;
-  for (const std::string& name : code->get_constant_fqns()) {
+  for (const std::string& name : (*code)->get_constant_fqns()) {
     constants.emplace(name, weights.Keep(name));
   }
-  Constants given = constants;
-  code->load_constants(given, /*use_inactive=*/false, /*check_full_update=*/true,
-                       /*user_managed=*/true);
+  // It keeps a handle of each for ever: of a tensor that owns nothing.
+  Constants given;
+  for (const auto& [name, constant] : constants) {
+    given.emplace(name,
+                  at::from_blob(constant.mutable_data_ptr(), constant.sizes(), constant.options()));
+  }
+  (*code)->load_constants(given, /*use_inactive=*/false, /*check_full_update=*/true,
+                          /*user_managed=*/true);
 
   LinearPacker packer(weights, options.prepack);
   for (const json& siblings : index.at("linears")) packer.Pack(siblings);
@@ -319,7 +364,7 @@ absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& path, const Model
   facts.description =
       absl::StrCat("compiled by AOTInductor, ", DTypeName(facts.manifest.dtype),
                    Describe(packer.result(), facts.manifest.dtype, options.prepack));
-  auto model = std::make_unique<CompiledModel>(std::move(facts), std::move(code),
+  auto model = std::make_unique<CompiledModel>(std::move(facts), *std::move(code),
                                                std::move(constants), std::move(linears),
                                                std::move(projections), std::move(final_norm));
   violations = ProbeViolations(*model, /*counts_calls=*/true);

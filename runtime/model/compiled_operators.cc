@@ -12,11 +12,19 @@ namespace {
 
 thread_local CompiledForward* current = nullptr;
 
-// The compiler plans memory by the layout that tools/epikv/export/compiled.py says a result has,
-// and may write to what it thinks nobody needs any more.
-at::Tensor OfItsOwn(const at::Tensor& result, const at::Tensor& argument) {
+// A result as the compiler planned it: of this shape and type, contiguous (the fakes in
+// tools/epikv/export/compiled.py), in memory that no argument has, which it may write to as soon as
+// it thinks that nobody needs the argument.
+at::Tensor AsPlanned(const char* name, const at::Tensor& result, const at::Tensor& argument,
+                     at::IntArrayRef shape, at::ScalarType type) {
+  TORCH_CHECK(result.sizes() == shape && result.scalar_type() == type, "epikv_compiled::", name,
+              ": the result is ", result.scalar_type(), " ", result.sizes(), ", not ", type, " ",
+              shape);
   if (result.is_alias_of(argument)) return result.clone(at::MemoryFormat::Contiguous);
   return result.contiguous();
+}
+at::Tensor AsPlanned(const char* name, const at::Tensor& result, const at::Tensor& like) {
+  return AsPlanned(name, result, like, like.sizes(), like.scalar_type());
 }
 
 // Runs an operator, and keeps what it throws for whoever runs the model.
@@ -31,21 +39,24 @@ auto Watched(const Run& run) {
 }
 
 at::Tensor CompiledBlock(const at::Tensor& residual, int64_t layer) {
-  return Watched([&] { return OfItsOwn(EnterBlock(residual, layer), residual); });
+  return Watched([&] { return AsPlanned("block", EnterBlock(residual, layer), residual); });
 }
 
 at::Tensor CompiledAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const at::Tensor& normed, int64_t layer) {
-  return Watched([&] { return OfItsOwn(Attend(q, k, v, normed, layer), v); });
+  return Watched([&] {
+    return AsPlanned("attention", Attend(q, k, v, normed, layer), v,
+                     {q.size(0), q.size(1), v.size(2)}, q.scalar_type());
+  });
 }
 
 at::Tensor CompiledRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
                            double offset) {
-  return Watched([&] { return OfItsOwn(RmsNormed(x, weight, eps, wide, offset), x); });
+  return Watched([&] { return AsPlanned("rms_norm", RmsNormed(x, weight, eps, wide, offset), x); });
 }
 
 at::Tensor CompiledSwiGlu(const at::Tensor& gate, const at::Tensor& up) {
-  return Watched([&] { return OfItsOwn(GatedSilu(gate, up), gate); });
+  return Watched([&] { return AsPlanned("swiglu", GatedSilu(gate, up), gate); });
 }
 
 at::Tensor Apart(const at::Tensor& x, const std::vector<Linears::Dense>& linears) {

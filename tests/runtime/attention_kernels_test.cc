@@ -470,19 +470,24 @@ TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
 TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
   LaneShape shape = Shape({.group = 3, .key = 32, .value = 48});
   for (const int64_t used : {kKeysOfPart, kKeysOfPart + 1, 2 * kKeysOfPart + 77}) {
-    for (const char* how : {"all", "window", "reads", "soft cap"}) {
+    for (const char* how : {"all", "window", "reads", "a part that is not read", "soft cap"}) {
       SCOPED_TRACE(testing::Message() << used << " slots, " << how);
       shape.soft_cap = how == std::string("soft cap") ? 0.7f : 0;
       Problem p = Random(shape, used, static_cast<int>(used));
       if (how == std::string("window")) {
         p.positions.resize(used);
         std::iota(p.positions.begin(), p.positions.end(), 0);
-        p.first_seen = kKeysOfPart + kKeysOfPart / 2;  // nothing of the first part
-        if (p.first_seen >= used) continue;
+        p.first_seen = used > 2 * kKeysOfPart ? kKeysOfPart + 500 : used - 40;
       }
       if (how == std::string("reads")) {
         p.reads = {{5, 70}, {kKeysOfPart - 9, std::min(used, kKeysOfPart + 9)}};
         if (used > 2 * kKeysOfPart) p.reads.push_back({2 * kKeysOfPart + 3, used - 1});
+      }
+      if (how == std::string("a part that is not read") && used > 2 * kKeysOfPart) {
+        p.reads = {{3, 40}, {2 * kKeysOfPart + 1, used}};
+        p.positions.resize(used);
+        std::iota(p.positions.begin(), p.positions.end(), 0);
+        p.first_seen = 50;  // nor is the first seen
       }
       ExpectExact(p);
       Elements q(shape.dtype, p.q);

@@ -213,7 +213,6 @@ TEST(DecodeRows, AreNeverMadeOfAnotherLayersLogits) {
   }
 }
 
-// Whatever lay in that memory before.
 // A long lane is several threads' where there are few.
 TEST(Attention, ThreadsThatShareALaneChangeNoBits) {
   const int threads = at::get_num_threads();
@@ -244,6 +243,7 @@ TEST(Attention, ThreadsThatShareALaneChangeNoBits) {
   at::set_num_threads(threads);
 }
 
+// Whatever lay in that memory before.
 TEST(Attention, LeavesZeroInRowsThatAreNobodys) {
   const OneLayer layer(6, 2, at::kFloat, KvDType::kModel);
   const std::vector<int64_t> used = {300, 300};

@@ -230,7 +230,7 @@ TEST(TorchScriptModelTest, LinearsOfIntegersAreNearThoseTheyWereMadeOf) {
 // What the daemon's deterministic mode stands on: steps of one size, whoever shares them.
 TEST(TorchScriptModelTest, BitsOfARowDoNotDependOnItsNeighboursOrItsPlace) {
   for (const char* name : {"gqa", "gqa_bf16", "gqa_fp16", "wide", "wide_bf16", "wide_fp16",
-                           "wide_int8", "wide_int4"}) {
+                           "wide_int8", "wide_int4", "bent_compiled", "wide_bf16_compiled"}) {
     for (const bool prepack : {true, false}) {
       const auto model = Load(name, {.prepack = prepack});
       const at::Tensor tokens = Tokens(*model, 16);
@@ -311,7 +311,9 @@ TEST(CompiledModelTest, HasTheBitsOfTorchScript) {
         EXPECT_TRUE(is.equal(expected)) << name << ", " << rows << " rows";
       }
     }
-    OwnValue hooks;
+    for (int64_t layer = 0; layer < script->manifest().num_layers(); ++layer) {
+      EXPECT_TRUE(compiled->output_projection(layer).equal(script->output_projection(layer)));
+    }
     const at::Tensor residual = at::randn({3, script->manifest().hidden_size})
                                     .to(script->output_projection(0).scalar_type());
     if (script->manifest().final_norm.has_value()) {
@@ -319,6 +321,23 @@ TEST(CompiledModelTest, HasTheBitsOfTorchScript) {
     }
     EXPECT_EQ(compiled->weight_bytes(), script->weight_bytes()) << name;
   }
+}
+
+// Those that look at embeddings throw, while others run.
+TEST(CompiledModelTest, AForwardThatThrowsLeavesNobodyWaiting) {
+  const auto model = Load("tied_compiled");
+  const at::Tensor tokens = Tokens(*model, 4), expected = Logits(*model, tokens);
+  std::vector<std::thread> others;
+  for (int i = 0; i < 3; ++i) {
+    others.emplace_back([&] {
+      for (int run = 0; run < 100; ++run) {
+        Thrower thrower;
+        EXPECT_THROW(Logits(*model, tokens, thrower), std::runtime_error);
+      }
+    });
+  }
+  for (int run = 0; run < 100; ++run) EXPECT_TRUE(Logits(*model, tokens).equal(expected));
+  for (std::thread& thread : others) thread.join();
 }
 
 TEST(CompiledModelTest, SaysWhatItRuns) {

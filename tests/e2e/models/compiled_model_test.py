@@ -32,13 +32,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     yield script, compiled
 
 
-def answers(model: Path, *flags: str) -> list[list[tuple[list[int], list[float]]]]:
+def answers(
+    model: Path, *flags: str, unpacked: Path | None = None
+) -> list[list[tuple[list[int], list[float]]]]:
     """Tokens and their log-probabilities under each of KVS, of prompts that are read in chunks and
     decoded together."""
     output, stop = Output(token_ids=True, logprobs=True), Stop(max_output_tokens=40)
     told = []
     deterministic = ("--deterministic=true", "--prefill_chunk_tokens=16")
     with Daemon(model, *deterministic, *flags) as daemon, daemon.client() as client:
+        if unpacked is not None:
+            assert list(unpacked.rglob("*.so"))
         for kv in KVS:
             streams = [client.generate(p, kv=kv, output=output, stop=stop) for p in PROMPTS]
             of_each = []
@@ -57,8 +61,18 @@ def test_a_compiled_model_says_the_same_bit_for_bit(
     expected = answers(script)
     assert all(len(tokens) > 10 for of_each in expected for tokens, _ in of_each)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert answers(compiled, TRUST) == expected
-    assert list(tmp_path.iterdir()) == []  # the code lay there while the daemon ran
+    assert answers(compiled, TRUST, unpacked=tmp_path) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_for_its_code_that_is_none_is_told(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    status, log = failed_start.start(f"--model={models[1]}", TRUST)
+    assert status == 1
+    assert "cannot be loaded" in log
+    assert "below $TMPDIR" in log
 
 
 def test_nobody_runs_its_code_who_was_not_told_to(models: tuple[Path, Path]) -> None:

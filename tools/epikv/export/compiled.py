@@ -38,8 +38,11 @@ _COMPILER = {
     "cpp.threads": 1,  # what is left to compile is small, and the daemon has threads of its own
     "emulate_precision_casts": True,  # rounds where torch's own operators do
 }
-# Code for every processor with AVX2. On others: for that of this machine.
-_PROCESSORS = {"x86_64": {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}}
+# Code for every processor with AVX2, or of ARM's 64 bits. On others: for that of this machine.
+_PROCESSORS = {
+    "x86_64": {"cpp.march": "x86-64-v3", "cpp.simdlen": 256},
+    "aarch64": {"cpp.march": "armv8-a", "cpp.simdlen": 128},
+}
 
 _library = torch.library.Library("epikv_compiled", "DEF")
 _library.define("block(Tensor residual, int layer) -> Tensor")
@@ -91,6 +94,9 @@ def write(module: nn.Module, extras: Mapping[str, str], path: Path) -> None:
     """
     from torch.export.pt2_archive._package import PT2ArchiveWriter
 
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_contiguous():  # as it is stored
+            tensor.data = tensor.data.contiguous()
     program = _exported(module)
     linears = _take_linears(program)
     weights: dict[str, Tensor] = {**program.state_dict, **_tensors(program.constants)}

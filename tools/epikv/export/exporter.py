@@ -95,9 +95,9 @@ def save(
         try:
             told = _extras(manifest, tokenizer, chat_formats)
             _write(module.eval().requires_grad_(False), told, temporary, compile=compile)
+            _check(temporary, manifest, None)
         except RuntimeError as error:  # the compiler's, or of a full disk
             raise ExportError(f"{out}: {error}") from error
-        _check(temporary, manifest, None)
 
 
 def load(path: Path) -> tuple[torch.jit.ScriptModule, Manifest, str]:
