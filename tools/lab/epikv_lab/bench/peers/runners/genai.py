@@ -36,18 +36,15 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
         )
     if config["guesses"]:
         properties["prompt_lookup"] = True
-    # A processor without products of bfloat16 takes no KV cache of it; one that is held to AVX2
-    # computes in float32 alone.
-    takes = [(config["precision"], config["precision"])]
-    if config["precision"] == "bf16":
-        takes += [("bf16", "f16"), ("bf16", "u8"), ("f32", "f32")]
-    for hint, cache in takes:
-        properties |= {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": cache}
+    # A processor without products of bfloat16 takes no KV cache of it.
+    takes = [config["precision"], *(["f16", "u8"] if config["precision"] == "bf16" else [])]
+    for precision in takes:
+        properties["KV_CACHE_PRECISION"] = precision
         try:
             pipeline = ContinuousBatchingPipeline(config["model"], scheduler, "CPU", properties)
             break
         except RuntimeError:
-            if (hint, cache) == takes[-1]:
+            if precision == takes[-1]:
                 raise
     number = 0
 
