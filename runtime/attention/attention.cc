@@ -272,37 +272,43 @@ std::vector<int64_t> LogitStarts(const AttentionItem& item, const LaneShape& sha
 
 // A lane, or one part of it.
 struct DecodeTask {
-  int64_t item, head, slots;
+  int64_t item = 0, head = 0, slots = 0;
   int64_t part = -1, place = 0;  // which, and its place among those of all lanes; -1: the lane
 };
 
-struct DecodeTasks {
-  std::vector<DecodeTask> all;
-  int64_t num_parts = 0;
-};
-
-// The dearest first. Lanes are parted that are more than half of a thread's share of all slots.
-DecodeTasks DecodeTasksOf(absl::Span<const AttentionItem* const> items, const AttentionShape& shape,
-                          AttentionPath path) {
+// Where lanes are parted, which are those of more than half a thread's share of all slots: all
+// lanes and parts, the dearest first. Empty: none is, and each lane is a task.
+std::vector<DecodeTask> PartedTasks(absl::Span<const AttentionItem* const> items,
+                                    AttentionPath path) {
   const int64_t threads = at::get_num_threads();
-  int64_t slots = 0;
-  for (const AttentionItem* item : items) slots += absl::c_accumulate(item->used, int64_t{0});
-  const bool parts = path != AttentionPath::kAnywhere && threads > 1;
-  DecodeTasks tasks;
+  if (path == AttentionPath::kAnywhere || threads == 1) return {};
+  int64_t slots = 0, longest = 0;
+  for (const AttentionItem* item : items) {
+    for (const int64_t used : item->used) {
+      slots += used;
+      longest = std::max(longest, used);
+    }
+  }
+  const auto is_parted = [&](int64_t used) {
+    return used > kKeysOfPart && 2 * threads * used > slots;
+  };
+  if (!is_parted(longest)) return {};
+  std::vector<DecodeTask> tasks;
+  int64_t num_parts = 0;
   for (int64_t item = 0; item < std::ssize(items); ++item) {
-    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      const int64_t used = items[item]->used[head], count = PartsOf(used);
-      if (!parts || count == 1 || 2 * threads * used <= slots) {
-        tasks.all.push_back({.item = item, .head = head, .slots = used});
+    for (int64_t head = 0; head < std::ssize(items[item]->used); ++head) {
+      const int64_t used = items[item]->used[head];
+      if (!is_parted(used)) {
+        tasks.push_back({.item = item, .head = head, .slots = used});
         continue;
       }
-      for (int64_t part = 0; part < count; ++part) {
+      for (int64_t part = 0; part < PartsOf(used); ++part) {
         const int64_t of_part = std::min(kKeysOfPart, used - part * kKeysOfPart);
-        tasks.all.push_back({item, head, of_part, part, tasks.num_parts++});
+        tasks.push_back({item, head, of_part, part, num_parts++});
       }
     }
   }
-  absl::c_stable_sort(tasks.all, [](const auto& a, const auto& b) { return a.slots > b.slots; });
+  absl::c_stable_sort(tasks, [](const auto& a, const auto& b) { return a.slots > b.slots; });
   return tasks;
 }
 
@@ -322,14 +328,17 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
     if (item.logits != nullptr) lane.logits = item.logits->data() + starts[task.item][task.head];
     return lane;
   };
-  const DecodeTasks tasks = DecodeTasksOf(items, shape, path);
-  const int64_t floats = PartFloats(kernel_shape);
-  std::vector<float> parts(tasks.num_parts * floats);
-  ParallelFor(std::ssize(tasks.all), 1, [&](int64_t begin, int64_t end) {
+  const std::vector<DecodeTask> tasks = PartedTasks(items, path);
+  const int64_t lanes = std::ssize(items) * shape.num_kv_heads, floats = PartFloats(kernel_shape);
+  const int64_t num_parts = absl::c_count_if(tasks, [](const auto& of) { return of.part >= 0; });
+  std::vector<float> parts(num_parts * floats);
+  ParallelFor(tasks.empty() ? lanes : std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
-      const DecodeTask& task = tasks.all[i];
+      const DecodeTask task =
+          tasks.empty() ? DecodeTask{.item = i / shape.num_kv_heads, .head = i % shape.num_kv_heads}
+                        : tasks[i];
       if (task.part < 0) {
         DecodeAttention(path, lane_of(task), kernel_shape, scratch.data());
       } else {
@@ -338,8 +347,8 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
       }
     }
   });
-  std::vector<float> scratch(tasks.num_parts > 0 ? DecodeScratchFloats(kernel_shape) : 0);
-  for (const DecodeTask& task : tasks.all) {
+  std::vector<float> scratch(num_parts > 0 ? DecodeScratchFloats(kernel_shape) : 0);
+  for (const DecodeTask& task : tasks) {
     if (task.part != 0) continue;
     JoinParts(path, lane_of(task), kernel_shape, parts.data() + task.place * floats,
               scratch.data());
