@@ -23,7 +23,7 @@ double RoundedSeconds(absl::Duration time) {
 
 absl::Status WhyCancelled(const CallTimes& times) {
   constexpr absl::Duration kMostEarly = absl::Milliseconds(250);
-  const absl::Duration rounded = (times.deadline - times.start) / 100 + absl::Milliseconds(10);
+  const absl::Duration rounded = (times.deadline - times.start) / 100 + absl::Milliseconds(50);
   if (times.deadline - std::min(rounded, kMostEarly) <= times.now) {
     return absl::DeadlineExceededError("the deadline has passed");
   }

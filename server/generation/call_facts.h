@@ -35,8 +35,8 @@ struct CallTimes {
 };
 // Why a call is cancelled at `now`: by its deadline, or by a client that has gone. A client at its
 // deadline resets the stream before the server's clock says so: its deadline is the earlier one by
-// the way here, and gRPC rounds a timeout up by as much as 1 %. Beyond 250 ms a cancel is the
-// client's own, whatever its timeout is.
+// the way here (50 ms of a busy machine's), and gRPC rounds a timeout up by as much as 1 %. Beyond
+// 250 ms a cancel is the client's own, whatever its timeout is.
 absl::Status WhyCancelled(const CallTimes& times);
 // The same of a call that is live, now.
 absl::Status WhyCancelledNow(const CallScope& scope);

@@ -36,6 +36,7 @@ class AsyncStream:
         try:
             message = await anext(self._messages)
         except (grpc.RpcError, asyncio.CancelledError) as error:
+            self.cancel()  # gRPC may forget to where the task is cancelled as the call begins
             raise _failure(error) from None
         return calls.event_of(message)
 

@@ -116,6 +116,20 @@ def test_a_cancelled_task_is_cancelled(
     connected(fake.address, work)
 
 
+def test_a_task_cancelled_as_its_call_begins_ends_the_request(fake: fake_epikvd.Fake) -> None:
+    """gRPC forgets to cancel a call whose task is cancelled in the turn in which it had begun."""
+
+    async def work(client: AsyncClient) -> None:
+        stream = client.generate("endless")
+        task = asyncio.ensure_future(anext(stream))
+        stream._call._preparation.add_done_callback(lambda _: task.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(fake.ended.wait, 5)
+
+    connected(fake.address, work)
+
+
 @ENDLESS
 def test_a_timeout_of_asyncio_ends_a_call(
     fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
