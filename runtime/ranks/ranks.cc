@@ -24,6 +24,8 @@ namespace {
 // How long a rank spins before it sleeps: in a forward, whose ranks come within a layer's jitter of
 // one another, and while it waits for work.
 constexpr absl::Duration kForwardSpin = absl::Milliseconds(1), kIdleSpin = absl::Microseconds(50);
+// So many waits of a forward spin briefly after one that spun in vain: the other rank has no core.
+constexpr int kBriefAfterVain = 64;
 constexpr int kChecksOfClock = 64;  // looks between two looks at the clock
 // After so long asleep a rank looks whether another has failed without a word.
 constexpr timespec kNap = {.tv_sec = 0, .tv_nsec = 100'000'000};
@@ -119,9 +121,9 @@ void Ranks::Meet(Exchange exchange, int64_t count) {
   own.exchanges[met_ % 2].store(purpose, std::memory_order_relaxed);  // `met` publishes it
   own.met.store(met_);
   if (own.sleepers.load() > 0) Wake(own.met);
-  const absl::Duration spin = !spins_                       ? absl::ZeroDuration()
-                              : exchange == Exchange::kCall ? kIdleSpin
-                                                            : kForwardSpin;
+  const bool briefly = exchange == Exchange::kCall || brief_ > 0;
+  const absl::Duration spin = !spins_ ? absl::ZeroDuration() : briefly ? kIdleSpin : kForwardSpin;
+  brief_ = std::max(0, brief_ - 1);
   for (int other = 0; other < size_; ++other) {
     RankMemory::Place& place = shared.places[other];
     const auto here = [&] { return static_cast<int32_t>(place.met.load() - met_) >= 0; };
@@ -131,7 +133,10 @@ void Ranks::Meet(Exchange exchange, int64_t count) {
       if (looks % kChecksOfClock == 0) {
         const absl::Time now = SteadyNow();
         if (looks == 0) until = now + spin;
-        if (now >= until) break;
+        if (now >= until) {
+          if (!briefly) brief_ = kBriefAfterVain;
+          break;
+        }
       }
       Pause();
     }

@@ -70,6 +70,7 @@ class Ranks {
   const std::shared_ptr<RankMemory> memory_;
   const int rank_, size_;
   const bool spins_;     // there is a core for each: who spins keeps none from its work
+  int brief_ = 0;        // so many waits are still to spin briefly
   uint32_t met_ = 0;     // how often
   bool second_ = false;  // which half of the slots: those of the last exchange may still be read
 };

@@ -11,13 +11,15 @@ LONG_PROMPT = 1024
 PROMPT, OUTPUT = 128, 128
 
 
-def decoded(served: harness.Served, vocab: int, streams: int, seed: int) -> float:
-    """Of so many streams together, OUTPUT tokens behind PROMPT each."""
+def decoded(
+    served: harness.Served, vocab: int, streams: int, seed: int, prompt: int = PROMPT
+) -> float:
+    """Of so many streams together, OUTPUT tokens behind a prompt of so many each."""
 
     def one(stream: int) -> Any:
         dice = Random(f"{seed}/{stream}")
         return served.client.generate_once(
-            dice.choices(range(vocab), k=PROMPT),
+            dice.choices(range(vocab), k=prompt),
             sampling=Sampling(temperature=1.0, seed=stream),
             stop=Stop(OUTPUT, ignore_eos=True),
             output=Output(text=False),
