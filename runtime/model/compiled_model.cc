@@ -44,19 +44,15 @@ struct Malformed : std::runtime_error {
 };
 
 using Constants = std::unordered_map<std::string, at::Tensor>;  // by their names
-using Dense = std::function<at::Tensor()>;
 
-class CompiledModel final : public Model {
+class CompiledModel final : public FileModel {
  public:
-  CompiledModel(ModelFacts facts, std::unique_ptr<AOTIModelPackageLoader> code, Constants constants,
-                std::vector<Linears> linears, std::vector<Dense> output_projections,
-                at::Tensor final_norm)
-      : Model(std::move(facts)),
+  CompiledModel(ModelFacts facts, NamedWeights named, std::unique_ptr<AOTIModelPackageLoader> code,
+                Constants constants, std::vector<Linears> linears)
+      : FileModel(std::move(facts), std::move(named)),
         constants_(std::move(constants)),
         linears_(std::move(linears)),
-        code_(std::move(code)),
-        output_projections_(std::move(output_projections)),
-        final_norm_(std::move(final_norm)) {}
+        code_(std::move(code)) {}
 
   at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
                      const at::Tensor& last, ForwardHooks& hooks) const override {
@@ -70,15 +66,6 @@ class CompiledModel final : public Model {
       forward.Rethrow();
       throw;
     }
-  }
-
-  at::Tensor output_projection(int64_t layer) const override {
-    return output_projections_.at(layer)();
-  }
-
-  at::Tensor FinalNormed(const at::Tensor& residual) const override {
-    const FinalNorm& norm = manifest().final_norm.value();
-    return RmsNormed(residual, final_norm_, norm.eps, norm.wide, norm.offset);
   }
 
  private:
@@ -97,8 +84,6 @@ class CompiledModel final : public Model {
   const Constants constants_;  // of the code, which points to them
   const std::vector<Linears> linears_;
   const std::unique_ptr<AOTIModelPackageLoader> code_;
-  const std::vector<Dense> output_projections_;  // [layers]
-  const at::Tensor final_norm_;                  // undefined: the manifest names none
 };
 
 at::ScalarType TypeOf(const std::string& name) {
@@ -240,7 +225,7 @@ class LinearPacker {
   const PackedLinears& result() const { return result_; }
 
   // A weight as it was before it was packed.
-  Dense DenseOf(const std::string& name, at::ScalarType dtype) const {
+  std::function<at::Tensor()> DenseOf(const std::string& name, at::ScalarType dtype) const {
     if (const auto found = dense_.find(name); found != dense_.end()) {
       return [make = found->second, dtype] { return make(dtype); };
     }
@@ -348,25 +333,21 @@ absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& path, const Model
   for (const json& siblings : index.at("linears")) packer.Pack(siblings);
   std::vector<Linears> linears = packer.TakeLinears();
   const at::ScalarType dtype = ScalarTypeOf(texts.manifest.dtype);
-  std::vector<Dense> projections;
+  NamedWeights named;
   for (const LayerFacts& layer : texts.manifest.layers) {
-    projections.push_back(packer.DenseOf(layer.output_projection, dtype));
+    named.output_projections.push_back(packer.DenseOf(layer.output_projection, dtype));
   }
-  at::Tensor final_norm;
   if (texts.manifest.final_norm.has_value()) {
-    final_norm = weights.Read(texts.manifest.final_norm->weight);
+    named.final_norm = weights.Read(texts.manifest.final_norm->weight);
   }
-  ModelFacts facts = {.manifest = std::move(texts.manifest),
-                      .tokenizer_json = std::move(texts.tokenizer_json),
-                      .chat_json = std::move(texts.chat_json),
-                      .chat_template_json = std::move(texts.chat_template_json),
-                      .weight_bytes = packer.result().bytes + BytesOf(constants, linears)};
+  ModelFacts facts = FactsOf(std::move(texts));
+  facts.weight_bytes = packer.result().bytes + BytesOf(constants, linears);
   facts.description =
       absl::StrCat("compiled by AOTInductor, ", DTypeName(facts.manifest.dtype),
                    Describe(packer.result(), facts.manifest.dtype, options.prepack));
-  auto model = std::make_unique<CompiledModel>(std::move(facts), *std::move(code),
-                                               std::move(constants), std::move(linears),
-                                               std::move(projections), std::move(final_norm));
+  auto model = std::make_unique<CompiledModel>(std::move(facts), std::move(named),
+                                               *std::move(code), std::move(constants),
+                                               std::move(linears));
   violations = ProbeViolations(*model, /*counts_calls=*/true);
   if (!violations.empty()) return Broken(path, violations);
   return model;

@@ -94,6 +94,22 @@ std::vector<std::string> ReadTexts(caffe2::serialize::PyTorchStreamReader& reade
   return violations;
 }
 
+ModelFacts FactsOf(ModelTexts texts) {
+  return {.manifest = std::move(texts.manifest),
+          .tokenizer_json = std::move(texts.tokenizer_json),
+          .chat_json = std::move(texts.chat_json),
+          .chat_template_json = std::move(texts.chat_template_json)};
+}
+
+at::Tensor FileModel::output_projection(int64_t layer) const {
+  return named_.output_projections.at(layer)();
+}
+
+at::Tensor FileModel::FinalNormed(const at::Tensor& residual) const {
+  const FinalNorm& norm = manifest().final_norm.value();
+  return RmsNormed(residual, named_.final_norm, norm.eps, norm.wide, norm.offset);
+}
+
 absl::Status CheckArchive(const std::string& path) {
   if (!std::ifstream(path)) {
     return absl::Status(absl::ErrnoToStatusCode(errno),

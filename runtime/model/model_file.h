@@ -1,13 +1,16 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "runtime/model/manifest.h"
+#include "runtime/model/model.h"
 
 namespace caffe2::serialize {
 class PyTorchStreamReader;
@@ -22,6 +25,28 @@ struct ModelTexts {
   std::string tokenizer_json;
   std::string chat_json;           // empty: the file is older than chat formats
   std::string chat_template_json;  // empty: the file has none
+};
+
+// What a model says of itself by these; the rest is for its loader to say.
+ModelFacts FactsOf(ModelTexts texts);
+
+// Weights that the manifest names.
+struct NamedWeights {
+  std::vector<std::function<at::Tensor()>> output_projections;  // [layers]
+  at::Tensor final_norm;  // undefined: the manifest names none
+};
+
+// A model of a file of any kind.
+class FileModel : public Model {
+ public:
+  FileModel(ModelFacts facts, NamedWeights named)
+      : Model(std::move(facts)), named_(std::move(named)) {}
+
+  at::Tensor output_projection(int64_t layer) const override;
+  at::Tensor FinalNormed(const at::Tensor& residual) const override;
+
+ private:
+  const NamedWeights named_;
 };
 
 // Opens the archive and compares its checksums. Throws no exceptions.

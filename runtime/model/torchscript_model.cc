@@ -8,7 +8,6 @@
 #include <torch/csrc/jit/passes/inliner.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
 
-#include <functional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -51,16 +50,12 @@ class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-class TorchScriptModel final : public Model {
+class TorchScriptModel final : public FileModel {
  public:
-  TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
-                   std::vector<std::function<at::Tensor()>> output_projections,
-                   at::Tensor final_norm)
-      : Model(std::move(facts)),
+  TorchScriptModel(ModelFacts facts, NamedWeights named, const FrozenForward& forward)
+      : FileModel(std::move(facts), std::move(named)),
         functions_(forward.functions),
-        code_(forward.graph, "forward"),
-        output_projections_(std::move(output_projections)),
-        final_norm_(std::move(final_norm)) {}
+        code_(forward.graph, "forward") {}
 
   // Straight through the interpreter: no executor rewrites the graph on the way, or profiles it.
   at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
@@ -75,20 +70,9 @@ class TorchScriptModel final : public Model {
     return stack.back().toTensor();
   }
 
-  at::Tensor output_projection(int64_t layer) const override {
-    return output_projections_.at(layer)();
-  }
-
-  at::Tensor FinalNormed(const at::Tensor& residual) const override {
-    const FinalNorm& norm = manifest().final_norm.value();
-    return RmsNormed(residual, final_norm_, norm.eps, norm.wide, norm.offset);
-  }
-
  private:
   const std::shared_ptr<torch::jit::CompilationUnit> functions_;
   const torch::jit::Code code_;
-  const std::vector<std::function<at::Tensor()>> output_projections_;  // [layers]
-  const at::Tensor final_norm_;  // its weight; undefined: the file names none
 };
 
 // What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
@@ -211,13 +195,13 @@ void MoveConstants(Block* block, at::Device device, Moved& moved) {
   }
 }
 
-// What the manifest names.
+// NamedWeights of a module whose weights may still be split, packed and moved.
 struct NamedParameters {
   std::vector<at::Tensor> output_projections;  // [layers]
-  at::Tensor final_norm;                       // undefined: none
+  at::Tensor final_norm;
 };
 
-NamedParameters Named(const Module& module, const Manifest& manifest) {
+NamedParameters ParametersOf(const Module& module, const Manifest& manifest) {
   std::unordered_map<std::string, at::Tensor> parameters;
   for (const auto& [name, tensor] : module.named_parameters()) parameters.emplace(name, tensor);
   NamedParameters named;
@@ -230,7 +214,7 @@ NamedParameters Named(const Module& module, const Manifest& manifest) {
 
 // Takes the last handle to the module, so that weights are freed as they are packed.
 absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOptions& options) {
-  NamedParameters named = Named(contents.module, contents.manifest);
+  NamedParameters parameters = ParametersOf(contents.module, contents.manifest);
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
@@ -239,7 +223,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
     if (absl::Status cut = CutShard(graph, *options.ranks, contents.manifest, shards); !cut.ok()) {
       return cut;
     }
-    for (at::Tensor& weight : named.output_projections) {
+    for (at::Tensor& weight : parameters.output_projections) {
       if (!weight.defined()) continue;
       const auto found = shards.find(weight.const_data_ptr());
       if (found == shards.end()) {
@@ -247,7 +231,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
       }
       weight = found->second;
     }
-    if (named.final_norm.defined()) named.final_norm = named.final_norm.clone();
+    if (parameters.final_norm.defined()) parameters.final_norm = parameters.final_norm.clone();
   }
   const bool on_cpu = options.device.is_cpu();
   const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
@@ -259,11 +243,11 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
   Moved moved;
   if (!on_cpu) MoveConstants(graph.block(), options.device, moved);
   const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
-  std::vector<std::function<at::Tensor()>> projections;
-  for (at::Tensor& weight : named.output_projections) {
+  NamedWeights named;
+  for (at::Tensor& weight : parameters.output_projections) {
     const void* const address = weight.defined() ? weight.const_data_ptr() : nullptr;
     if (const auto found = packed.dense.find(address); found != packed.dense.end()) {
-      projections.emplace_back([make = found->second, dtype] { return make(dtype); });
+      named.output_projections.emplace_back([make = found->second, dtype] { return make(dtype); });
       continue;
     }
     if (weight.defined() && !weight.is_floating_point()) {
@@ -272,23 +256,21 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
           "epikv::quantized_linear");
     }
     if (const auto found = moved.find(address); found != moved.end()) weight = found->second;
-    projections.emplace_back([weight = std::move(weight)] { return weight; });
+    named.output_projections.emplace_back([weight = std::move(weight)] { return weight; });
   }
-  ModelFacts facts = {.manifest = std::move(contents.manifest),
-                      .tokenizer_json = std::move(contents.tokenizer_json),
-                      .chat_json = std::move(contents.chat_json),
-                      .chat_template_json = std::move(contents.chat_template_json),
-                      .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
-                      .device = options.device,
-                      .writes_in_place = WritesInPlace(graph.block()),
-                      .ranks = options.ranks};
+  if (parameters.final_norm.defined()) {
+    named.final_norm = parameters.final_norm.detach().to(options.device);
+  }
+  ModelFacts facts = FactsOf(std::move(contents));
+  facts.weight_bytes = ConstantBytes(graph.block()) + packed.bytes;
+  facts.device = options.device;
+  facts.writes_in_place = WritesInPlace(graph.block());
+  facts.ranks = options.ranks;
   const DType of = facts.manifest.dtype;
   facts.description = absl::StrCat(
       "TorchScript, ", DTypeName(of),
       on_cpu ? Describe(packed, of, options.prepack) : absl::StrCat(", on ", options.device.str()));
-  if (named.final_norm.defined()) named.final_norm = named.final_norm.detach().to(options.device);
-  return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections),
-                                            std::move(named.final_norm));
+  return std::make_unique<TorchScriptModel>(std::move(facts), std::move(named), *forward);
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,

@@ -39,7 +39,7 @@ def reply(*times: list[float], peak: int = 0) -> Reply:
 def test_groups_and_names_are_cells_without_repetition() -> None:
     assert [c.name for c in parse("decode1,prefill1024,decode1")] == ["decode1", "prefill1024"]
     assert [c.streams for c in parse("concurrency")] == [1, 2, 4, 8, 16, 32, 64]
-    for name in ("decode64", "streams", "decode", "prefill0", "best"):
+    for name in ("decode64", "16x64", "streams", "decode", "prefill0", "best"):
         with pytest.raises(ValueError, match=name):
             parse(name)
 

@@ -33,10 +33,15 @@ SPINNING = 0.02  # of a core, that an idle engine may use
 
 
 @click.command("peers")
-@click.option("--shape", default="0.5b", show_default=True, type=click.Choice(["small", "0.5b"]))
+@click.option(
+    "--shape", default="0.5b", show_default=True,
+    type=click.Choice(["small", "0.5b", "shallow", "shallow-mha"]),
+    help="0.5b: 896 wide, 24 layers, 14 heads over 2 KV heads; shallow: 6 such layers, and with 14 KV"
+    " heads; small: 384 wide, 8 layers.",
+)  # fmt: skip
 @click.option(
     "--cell", "names", default="targets", show_default=True,
-    help="What is measured, with commas: decode1, streamsN, prefillN, decodeN, 16x2048,"
+    help="What is measured, with commas: decode1, streamsN, prefillN, decodeN, 16xN,"
     " generated4096, lookup1, memory; or targets, concurrency (1 to 64 streams) and context (256 to 16384"
     " tokens).",
 )  # fmt: skip

@@ -62,6 +62,8 @@ SHAPES = MappingProxyType(
     {
         "small": Shape(384, 8, 6, 2, 1024, 4096),
         "0.5b": Shape(896, 24, 14, 2, 4864, 32000),
+        "shallow": Shape(896, 6, 14, 2, 4864, 32000),
+        "shallow-mha": Shape(896, 6, 14, 14, 4864, 32000),
     }
 )
 

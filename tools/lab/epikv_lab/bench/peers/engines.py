@@ -62,7 +62,7 @@ class Arm:
                 return self.kind != "memory"
             case "lookup":  # beside what they do without
                 return not self.is_bound and self.budget is None and self.precision == "bf16"
-            case "generated" | "16x2048":
+            case "generated" | "16x":
                 if self.precision != "bf16":
                     return False
                 evicting = self.kind != "peer" or self.name.startswith("OpenVINO")

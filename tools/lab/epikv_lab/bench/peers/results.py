@@ -207,6 +207,7 @@ def _of_large(results: Results, threads: int, arms: Sequence[Arm]) -> Iterator[S
         ("generated4096", sliding, "generated4096", evicting, 1.5),
         ("generated4096", flat, "generated4096", evicting, 1.5),
         ("16x2048", sliding, "16x2048", full, 2),
+        ("16x8192", sliding, "16x8192", full, 2),
     ):
         yield f"{cell}({ours})_over_{other_cell}", (cell, ours), (other_cell, other), bound, True
 
