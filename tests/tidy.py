@@ -2,21 +2,24 @@
 
     tests/tidy.py                    policies, runtime and server: a part of run.sh
     tests/tidy.py tests              the tests: a part of nightly.sh
-    tests/tidy.py server/call        what lies there, with what is compiled as one with it
+    tests/tidy.py server/call        what lies there
 
-It takes files together as the build does, so headers are read once for several files. The folder has to be built:
-some headers are generated.
+Files of one library are read as one, so headers are read once for all of them. The folder has to be built: some
+headers are generated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,13 +60,19 @@ def arguments(command: str) -> list[str]:
     return kept
 
 
-def check(tidy: str, entry: dict[str, str]) -> str:
-    """What clang-tidy finds in one unit: "" if nothing."""
-    command = [tidy, "--quiet", entry["file"]]
-    if any(file.startswith("tests/") for file in sources(Path(entry["file"]))):
+def check(tidy: str, options: Sequence[str], files: Sequence[str], folder: Path) -> str:
+    """What clang-tidy finds in the files, which it reads as one: "" if nothing.
+
+    A file that does not compile behind the others, since both have a name of their own that is the same, is read
+    with those of which that is true as well.
+    """
+    unit = folder / f"{hashlib.sha256(repr((options, files)).encode()).hexdigest()[:12]}.cc"
+    unit.write_text("".join(f'#include "{ROOT / file}"\n' for file in files))
+    command = [tidy, "--quiet", f"--config-file={ROOT / '.clang-tidy'}", str(unit)]
+    if any(file.startswith("tests/") for file in files):
         command.append(f"--checks={ALLOWED_IN_TESTS}")
     run = subprocess.run(
-        [*command, "--", *arguments(entry["command"])],
+        [*command, "--", *options, "-ferror-limit=0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -71,7 +80,15 @@ def check(tidy: str, entry: dict[str, str]) -> str:
     )
     if run.returncode == 0:
         return ""
-    return run.stdout or f"{entry['file']}: {run.stderr or run.returncode}"
+    said = run.stdout or f"{', '.join(files)}: {run.stderr or run.returncode}"
+    errors = [line for line in said.splitlines() if line.endswith("[clang-diagnostic-error]")]
+    apart = [file for file in files if any(line.startswith(f"{ROOT / file}:") for line in errors)]
+    rest = [file for file in files if file not in apart]
+    if errors and not apart:  # a header's, which comes behind a name of a file's own
+        rest, apart = list(files[: len(files) // 2]), list(files[len(files) // 2 :])
+    if not apart or not rest:
+        return said
+    return check(tidy, options, rest, folder) + check(tidy, options, apart, folder)
 
 
 def main() -> int:
@@ -84,23 +101,31 @@ def main() -> int:
     options = parser.parse_args()
 
     asked = tuple(folder.rstrip("/") for folder in options.folder)
-    units = []
+    together: dict[tuple[str, ...], list[str]] = {}  # files, by how they are compiled
     for entry in json.loads((options.build / "compile_commands.json").read_text()):
-        files = sources(Path(entry["file"]))
-        if any(
-            file == folder or file.startswith(folder + "/") for file in files for folder in asked
-        ):
-            units.append(entry)
-    if not units:
+        wanted = [
+            file
+            for file in sources(Path(entry["file"]))
+            if any(file == folder or file.startswith(folder + "/") for folder in asked)
+        ]
+        if wanted:
+            together.setdefault(tuple(arguments(entry["command"])), []).extend(wanted)
+    if not together:
         parser.error(f"{options.build} compiles nothing of {', '.join(asked)}")
 
     begin = time.monotonic()
     tidy = str(Path(sys.executable).parent / "clang-tidy")
-    with ThreadPoolExecutor(options.jobs) as pool:
-        found = [finding for finding in pool.map(lambda unit: check(tidy, unit), units) if finding]
+    largest_first = sorted(together.items(), key=lambda each: -len(each[1]))
+    with (
+        ThreadPoolExecutor(options.jobs) as pool,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        run = [pool.submit(check, tidy, *each, Path(folder)) for each in largest_first]
+        found = [finding for each in run if (finding := each.result())]
     print("\n".join(found), end="\n" if found else "")
     print(
-        f"clang-tidy: {len(found)} of {len(units)} units have findings, {time.monotonic() - begin:.0f} s"
+        f"clang-tidy: {len(found)} of {len(together)} libraries have findings,"
+        f" {time.monotonic() - begin:.0f} s"
     )
     return 1 if found else 0
 

@@ -29,7 +29,7 @@ const ParamSpec kEpikvSegParams[] = {
     SlackParam(0),
 };
 
-absl::Span<const float> SpanOf(const at::Tensor& x) {
+absl::Span<const float> Floats(const at::Tensor& x) {
   return {x.const_data_ptr<float>(), static_cast<size_t>(x.numel())};
 }
 
@@ -55,11 +55,11 @@ class Seg final : public FlatSegmentPolicy {
   absl::StatusOr<std::vector<SegmentType>> Classify(const EvictionTask& task,
                                                     const Segments& segments) const override {
     if (by_entropy_) {
-      return TypesByTertiles(segments.Entropies(SpanOf(VarianceOfMeanKey(task.cache))),
+      return TypesByTertiles(segments.Entropies(Floats(VarianceOfMeanKey(task.cache))),
                              Reasoning::kLow);
     }
     const at::Tensor variance = MeanRowStat(task.cache, RowKind::kKey, "variance");
-    return TypesByTertiles(segments.Means(SpanOf(variance)), Reasoning::kHigh);
+    return TypesByTertiles(segments.Means(Floats(variance)), Reasoning::kHigh);
   }
 
   const bool by_entropy_;

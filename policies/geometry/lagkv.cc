@@ -35,9 +35,9 @@ at::Tensor Ranks(const at::Tensor& x) {
 
 // Partitions are of what is cached, in birth order, anew in each round. The newest whole partition
 // and what follows it have nothing to be compared with, and rank above all others.
-class LagKv final : public ScoredPolicy {
+class LagKvPolicy final : public ScoredPolicy {
  public:
-  explicit LagKv(const Params& params)
+  explicit LagKvPolicy(const Params& params)
       : ScoredPolicy(Granularity::kHead),
         lag_(params.Int("lag")),
         cross_scoring_(params.Bool("cross_scoring")) {}
@@ -112,7 +112,7 @@ extern constinit const PolicySpec kLagkv{
               .published = {.prompt = false, .sinks = kLagkvSinks, .recent = params.Int("lag")}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<LagKv>(params);
+      return std::make_shared<LagKvPolicy>(params);
     },
 };
 

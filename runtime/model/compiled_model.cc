@@ -345,9 +345,8 @@ absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& path, const Model
   facts.description =
       absl::StrCat("compiled by AOTInductor, ", DTypeName(facts.manifest.dtype),
                    Describe(packer.result(), facts.manifest.dtype, options.prepack));
-  auto model = std::make_unique<CompiledModel>(std::move(facts), std::move(named),
-                                               *std::move(code), std::move(constants),
-                                               std::move(linears));
+  auto model = std::make_unique<CompiledModel>(std::move(facts), std::move(named), *std::move(code),
+                                               std::move(constants), std::move(linears));
   violations = ProbeViolations(*model, /*counts_calls=*/true);
   if (!violations.empty()) return Broken(path, violations);
   return model;

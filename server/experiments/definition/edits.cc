@@ -12,7 +12,7 @@
 namespace epikv {
 namespace {
 
-absl::Status Refused(absl::string_view reason, const std::string& message) {
+absl::Status Refuse(absl::string_view reason, const std::string& message) {
   return WithReason(absl::FailedPreconditionError(message), reason);
 }
 
@@ -60,11 +60,11 @@ absl::StatusOr<uint32_t> FirstFree(const v1::Experiment& experiment,
     widest = std::max(widest, room);
     begin = std::max(begin, slice.end);
   }
-  return Refused("LAYER_FULL",
-                 absl::StrCat("layer '", experiment.layer(), "' has no room for ",
-                              experiment.traffic_permille(),
-                              " permille of its units: running experiments leave at most ",
-                              widest * 1000 / kNumBuckets, " permille in one piece"));
+  return Refuse("LAYER_FULL",
+                absl::StrCat("layer '", experiment.layer(), "' has no room for ",
+                             experiment.traffic_permille(),
+                             " permille of its units: running experiments leave at most ",
+                             widest * 1000 / kNumBuckets, " permille in one piece"));
 }
 
 absl::Status CheckConflicts(const v1::Experiment& experiment,
@@ -73,7 +73,7 @@ absl::Status CheckConflicts(const v1::Experiment& experiment,
     if (other.layer() == experiment.layer()) continue;
     const uint32_t both = GroupsOf(other) & GroupsOf(experiment);
     if (both == 0) continue;
-    return Refused(
+    return Refuse(
         "ARMS_CONFLICT",
         absl::StrCat("'", other.name(), "' of layer '", other.layer(), "' is running and sets ",
                      GroupNames(both),
@@ -126,20 +126,20 @@ absl::StatusOr<v1::Experiment> Started(const v1::Experiment& experiment,
                                        const std::vector<v1::Experiment>& all, absl::Time now) {
   if (experiment.state() == v1::Experiment::STATE_RUNNING) return experiment;
   if (experiment.state() == v1::Experiment::STATE_STOPPED) {
-    return Refused("EXPERIMENT_STATE",
-                   absl::StrCat("'", experiment.name(),
-                                "' was stopped and cannot start again: old and new findings would "
-                                "mix; create another experiment"));
+    return Refuse("EXPERIMENT_STATE",
+                  absl::StrCat("'", experiment.name(),
+                               "' was stopped and cannot start again: old and new findings would "
+                               "mix; create another experiment"));
   }
   if (experiment.primary_metric().empty()) {
-    return Refused("EXPERIMENT_STATE",
-                   absl::StrCat("'", experiment.name(),
-                                "' names no primary_metric: set it before the start, so that the "
-                                "metric that decides is chosen before there are results"));
+    return Refuse("EXPERIMENT_STATE",
+                  absl::StrCat("'", experiment.name(),
+                               "' names no primary_metric: set it before the start, so that the "
+                               "metric that decides is chosen before there are results"));
   }
   if (experiment.has_end_time() && TimeOf(experiment.end_time()) <= now) {
-    return Refused("EXPERIMENT_STATE",
-                   absl::StrCat("the end_time of '", experiment.name(), "' has passed"));
+    return Refuse("EXPERIMENT_STATE",
+                  absl::StrCat("the end_time of '", experiment.name(), "' has passed"));
   }
   absl::StatusOr<v1::Experiment> started = Placed(experiment, all);
   if (!started.ok()) return started;
@@ -153,7 +153,7 @@ absl::StatusOr<v1::Experiment> Stopped(const v1::Experiment& experiment, const s
                                        absl::Time now) {
   if (experiment.state() == v1::Experiment::STATE_STOPPED) return experiment;
   if (experiment.state() != v1::Experiment::STATE_RUNNING) {
-    return Refused("EXPERIMENT_STATE", absl::StrCat("'", experiment.name(), "' is not running"));
+    return Refuse("EXPERIMENT_STATE", absl::StrCat("'", experiment.name(), "' is not running"));
   }
   v1::Experiment stopped = experiment;
   stopped.set_state(v1::Experiment::STATE_STOPPED);
@@ -166,22 +166,22 @@ absl::StatusOr<v1::Experiment> Changed(const v1::Experiment& experiment, v1::Exp
                                        bool allow_rebucket,
                                        const std::vector<v1::Experiment>& all) {
   if (experiment.state() != v1::Experiment::STATE_DRAFT && Redecides(experiment, wanted)) {
-    return Refused("DECIDED",
-                   absl::StrCat("'", experiment.name(),
-                                "' has started: alpha, primary_metric and the metrics that it "
-                                "declared can no longer change; create another experiment"));
+    return Refuse("DECIDED",
+                  absl::StrCat("'", experiment.name(),
+                               "' has started: alpha, primary_metric and the metrics that it "
+                               "declared can no longer change; create another experiment"));
   }
   const bool moves = Rebuckets(experiment, wanted);
   if (!moves || experiment.state() == v1::Experiment::STATE_DRAFT) return wanted;
   if (experiment.state() == v1::Experiment::STATE_STOPPED) {
-    return Refused(
+    return Refuse(
         "EXPERIMENT_STATE",
         absl::StrCat(
             "'", experiment.name(),
             "' has stopped: its arms, layer, traffic and eligibility can no longer change"));
   }
   if (!allow_rebucket) {
-    return Refused(
+    return Refuse(
         "REBUCKET",
         absl::StrCat("'", experiment.name(),
                      "' is running, and this change would move units between arms; allow_rebucket "
