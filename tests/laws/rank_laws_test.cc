@@ -163,7 +163,7 @@ INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyByRanks,
                          testing::Combine(testing::Values(2, 4),
                                           testing::ValuesIn(EvictingPolicies())),
                          NameOf);
-INSTANTIATE_TEST_SUITE_P(Variants, EveryPolicyByRanks,
+INSTANTIATE_TEST_SUITE_P(NightlyVariants, EveryPolicyByRanks,
                          testing::Combine(testing::Values(2), testing::ValuesIn(PolicyVariants())),
                          NameOf);
 

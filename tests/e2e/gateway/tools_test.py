@@ -70,6 +70,7 @@ def test_litellm_and_langchain(
     assert page.total("epikv_requests_finished_total", policy="sliding") == 2, "with their budget"
 
 
+@pytest.mark.nightly
 def test_lm_eval(gateway: Gateway, sample_directory: Path, tmp_path: Path) -> None:
     """Its log-likelihoods are those of transformers."""
     run("lm_eval", gateway, sample_directory, tmp_path)
@@ -106,6 +107,7 @@ def by_transformers(directory: Path, context: str, choice: str) -> tuple[float, 
     return total, all(int(logprobs[place].argmax()) == whole[place + 1] for place in places)
 
 
+@pytest.mark.nightly
 def test_guidellm(gateway: Gateway, sample_directory: Path, tmp_path: Path) -> None:
     run("guidellm", gateway, sample_directory, tmp_path)
     [benchmark] = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
@@ -115,6 +117,7 @@ def test_guidellm(gateway: Gateway, sample_directory: Path, tmp_path: Path) -> N
     assert made["mean"] == 20, "it asked to go on beyond the end, and reads the usage"
 
 
+@pytest.mark.nightly
 def test_aiperf(gateway: Gateway, sample_directory: Path, tmp_path: Path) -> None:
     run("aiperf", gateway, sample_directory, tmp_path)
     [report] = tmp_path.glob("artifacts/*/profile_export_aiperf.json")

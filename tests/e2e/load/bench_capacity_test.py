@@ -10,6 +10,7 @@ from epikv.testing import find_binary
 from epikv_lab.bench import capacity
 
 
+@pytest.mark.nightly
 def test_what_a_plan_predicts_is_held_against_a_daemon(
     sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ WHERE: dict[str, Any] = {"server": None, "metrics": None, "binary": None}
 SHAPE = {**context.SHAPE, "layers": 2}
 
 
+@pytest.mark.nightly
 def test_every_arm_is_timed_while_it_evicts() -> None:
     rounds = attention._daemon({**SHAPE, "vocab": 512}, 256, 1, WHERE)
     assert [list(taken) for taken in rounds] == [list(attention.ARMS)]

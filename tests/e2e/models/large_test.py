@@ -6,9 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from epikv_lab.export.large import watched
 
 
+@pytest.mark.nightly
 def test_writes_exports_and_serves_and_leaves_nothing(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -30,6 +32,7 @@ def test_writes_exports_and_serves_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_stage_that_fails_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from epikv_lab.export.large import run; run('odd', '1 / 0')"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

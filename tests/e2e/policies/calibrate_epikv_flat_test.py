@@ -136,6 +136,7 @@ def test_writes_nothing_where_nothing_is_found(measured: Path, tmp_path: Path) -
     assert not report["confirmed"] and "layers" not in report
 
 
+@pytest.mark.nightly
 def test_goes_on_after_a_kill(uncalibrated: Path, tmp_path: Path) -> None:
     """Killed and then ended among the runs that label; what was measured is measured once."""
     model, out = tmp_path / "model.pt", tmp_path / "report.json"
@@ -175,6 +176,7 @@ def end_after(
     return process.returncode, log
 
 
+@pytest.mark.nightly
 def test_labels_by_occlusion_go_with_those_by_eviction(uncalibrated: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     both = ("--label", "eviction", "--label", "occlusion", "--window", "4", "--stride", "4")
