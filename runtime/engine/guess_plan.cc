@@ -15,7 +15,7 @@ constexpr double kLeastChance = 0.02, kMostChance = 0.98;
 constexpr double kKept = 0.995, kPriorShare = 0.03, kPriorWeight = 2;
 // What a row costs at least; and what a step counts at most, of what was expected of it: the
 // process may have stood still.
-constexpr double kLeastShare = 0.005, kMostOfExpected = 8;
+constexpr double kLeastShare = 0.005, kMostOfGuess = 8;
 // What one guess more of a draft is taken to be of a step before both were measured.
 constexpr double kPriorDraft = 0.1;
 // By how much a step grows for some of its sequences alone.
@@ -35,7 +35,7 @@ void GuessRecord::OnLeftOut() { chance_ += kForgotten * (kUnknown - chance_); }
 void StepCost::OnStep(int64_t rows, absl::Duration took) {
   const double r = static_cast<double>(rows);
   double s = absl::ToDoubleSeconds(took);
-  if (weight_ >= 1) s = std::min(s, kMostOfExpected * Expected(r));
+  if (weight_ >= 1) s = std::min(s, kMostOfGuess * Expected(r));
   for (double* sum : {&weight_, &rows_, &seconds_, &rows_rows_, &rows_seconds_}) *sum *= kKept;
   weight_ += 1;
   rows_ += r;

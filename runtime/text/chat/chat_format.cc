@@ -14,7 +14,6 @@ namespace epikv {
 namespace {
 
 using Part = ChatFormat::Part;
-using Field = ChatFormat::Field;
 using Strip = ChatFormat::Strip;
 using Beside = ChatFormat::Beside;
 
@@ -281,8 +280,10 @@ absl::Status PromptWriter::WriteCall(const ToolCall& call) {
       prompt_.text += *text;
       continue;
     }
-    const Field field = std::get<Field>(piece);
-    Put(field == Field::kName ? call.name : field == Field::kId ? call.id : *arguments);
+    const ChatFormat::Field field = std::get<ChatFormat::Field>(piece);
+    Put(field == ChatFormat::Field::kName ? call.name
+        : field == ChatFormat::Field::kId ? call.id
+                                          : *arguments);
   }
   return absl::OkStatus();
 }
@@ -299,11 +300,11 @@ absl::Status PromptWriter::WriteResult(const ChatMessage& message) {
       prompt_.text += *text;
       continue;
     }
-    switch (std::get<Field>(piece)) {
-      case Field::kName:
+    switch (std::get<ChatFormat::Field>(piece)) {
+      case ChatFormat::Field::kName:
         Put(message.name);
         break;
-      case Field::kId:
+      case ChatFormat::Field::kId:
         Put(message.call_id);
         break;
       default:
