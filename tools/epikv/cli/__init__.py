@@ -7,6 +7,7 @@ import click
 from epikv import processes
 from epikv.cli import (
     admin,
+    advise,
     bench,
     calibrate,
     cancel,
@@ -56,6 +57,7 @@ def main() -> None:
 
 for command in (
     admin.group,
+    advise.command,
     bench.group,
     calibrate.group,
     cancel.command,

@@ -84,4 +84,21 @@ class Choices:
         return (metric, *self.continuations, str(self.right))
 
 
-Question: TypeAlias = Item | Probe | Choices
+@dataclass(frozen=True)
+class Replay:
+    """A request of one's own, to which no answer is known. `full` answers it greedily; what another
+    policy keeps is judged by the share of that answer's tokens that it would have said, too."""
+
+    id: str
+    prompt: str | tuple[tuple[str, str], ...]  # a text, or role and content of each message
+    most_tokens: int  # of the answer
+    trace_tokens: None = None  # that of `full`
+    needed: None = None
+
+    @property
+    def expects(self) -> tuple[str, ...]:
+        """As of an Item."""
+        return ("replay", str(self.most_tokens))
+
+
+Question: TypeAlias = Item | Probe | Choices | Replay

@@ -7,11 +7,11 @@ from math import ceil
 from typing import Any
 
 from epikv.client import Client
-from epikv.eval.items import Choices, Item, Probe, Question
+from epikv.eval.items import Choices, Item, Probe, Question, Replay
 from epikv.eval.plan import FULL, ORACLE, Settings
 from epikv.eval.results import Key, Record
 from epikv.messages import ScoreResponse, Summary
-from epikv.options import Kv, Output, Sampling, Steering, Stop, parse_budget
+from epikv.options import Chat, Kv, Output, Sampling, Steering, Stop, parse_budget
 
 ROOM = 1.25  # most output tokens, times those of the task's reference trace
 TAIL = 120  # characters of a completion that are kept
@@ -49,6 +49,8 @@ def ask(
         return _score(client, model, record, item, kv)
     if isinstance(item, Choices):
         return _choose(client, model, record, item, kv)
+    if isinstance(item, Replay):
+        return _replay(client, model, record, item, kv, reference)
     result = client.generate_once(
         item.prompt,
         kv=kv,
@@ -145,6 +147,49 @@ def _choose(client: Client, model: str, record: Record, choices: Choices, kv: Kv
         acc=acc,
         acc_norm=acc_norm,
         choice_logprobs=logprobs,
+    )
+
+
+def _replay(
+    client: Client,
+    model: str,
+    record: Record,
+    replay: Replay,
+    kv: Kv,
+    reference: Record | None,
+) -> Record:
+    """Under `full` the answer is made, under all else its tokens are forced through."""
+    if isinstance(replay.prompt, str):
+        prompt = client.tokenize(replay.prompt, model=model)
+    else:
+        messages = [{"role": role, "content": content} for role, content in replay.prompt]
+        prompt = client.apply_chat_template(Chat(messages), model=model).token_ids
+    if kv.policy == FULL:
+        made = client.generate_once(
+            prompt,
+            kv=kv,
+            stop=Stop(replay.most_tokens),
+            output=Output(text=False, token_ids=True),
+            model=model,
+        )
+        assert made.summary is not None
+        return replace(
+            _filled(record, made.summary),
+            right=[1.0],
+            output_tokens=len(made.token_ids),
+            digest=digest(made.token_ids),
+            token_ids=list(made.token_ids),
+        )
+    assert reference is not None
+    if not reference.token_ids:
+        return replace(record, right=[1.0])
+    result = client.score(prompt, reference.token_ids, kv=kv, seed=seed(record.key), model=model)
+    assert result.summary is not None
+    return replace(
+        _filled(record, result.summary),
+        right=[sum(result.greedy) / len(result.greedy)],
+        finish="",
+        output_tokens=len(result.token_ids),
     )
 
 

@@ -56,6 +56,7 @@ class Record:
     acc_norm: bool | None = None  # of choices, as is acc: whether the likeliest by length is right
     acc: bool | None = None
     choice_logprobs: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of an answer that others are held against
 
     @property
     def key(self) -> Key:

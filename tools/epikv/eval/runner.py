@@ -57,14 +57,14 @@ def run(
     ids = {task.name: [item.id for item in task.items] for task in tasks}
     work = list(keys(plan, ids))
     with store(folder, plan) as found, progress(len(work), len(found.records)) as tell:
-        evaluation = _Evaluation(servers, plan, tasks, settings, found, at_once, tell)
+        evaluation = Evaluation(servers, plan, tasks, settings, found, at_once, tell)
         # A share of a trace is known when `full` has made it.
         for of_full in (True, False):
             evaluation.run([k for k in work if (k.arm == FULL) == of_full])
 
 
-class _Evaluation:
-    """The main thread alone writes; the others ask."""
+class Evaluation:
+    """Runs completions of a plan. The main thread alone writes; the others ask."""
 
     def __init__(
         self,

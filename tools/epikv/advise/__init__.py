@@ -1,0 +1,1 @@
+"""Which policy at which budget: what `epikv advise` measures, and what it may promise."""
