@@ -38,13 +38,9 @@ def test_the_cheapest_that_is_certified_is_advised(advised: tuple[Path, Result])
     assert facts["advised"] == {"policy": least["policy"], "budget": least["budget"]}
     assert all(link["evidence"] >= 20 for link in certified)
     assert {each["policy"] for each in facts["explored"]} == {"cur", "h2o", "sliding"}
-    said = (
-        f"{least['policy']} at {least['budget']} tokens: certified to lose at most 20.0% with 95%"
-    )
+    said = f"{least['policy']} at {least['budget']} tokens: certified to lose at most 20% of all problems with 95% confidence"
     assert said in result.output and said in (out / "advice.html").read_text()
-    asked = (
-        f"--policy {least['policy']} --budget {least['budget']} --param slack=15 --equal-protection"
-    )
+    asked = f"--policy {least['policy']} --budget {least['budget']} --param slack=15 --equal-protection --temperature 0"
     assert asked in result.output
 
 
@@ -87,18 +83,23 @@ def test_the_same_command_runs_nothing_again(
 
 def test_traffic_is_held_against_the_full_cache(sample_model: Path, tmp_path: Path) -> None:
     requests = [{"prompt": problem(i).prompt, "max_tokens": 40} for i in range(24)]
+    too_long = {"prompt": problem(0).prompt * 30}
     traffic = tmp_path / "traffic.jsonl"
-    traffic.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    traffic.write_text("".join(f"{json.dumps(each)}\n" for each in [*requests, too_long]))
     out = tmp_path / "out"
     more = ["--traffic", str(traffic), "--max-loss", "0.3", "--policy", "cur", "--budget", "130"]
     result = advise(sample_model, out, *more)
     assert result.exit_code == 0, result.output
     _, records = read(out)
     full = [record for record in records if record.arm == "full"]
+    assert len(full) == 25
     assert all(len(record.token_ids) == record.output_tokens <= 40 for record in full)
     shares = [record.right[0] for record in records if record.arm == "cur"]
     assert len(shares) == 24 and all(0 < share <= 1 for share in shares)
-    assert "what the full cache would say" in (out / "advice.html").read_text()
+    page = (out / "advice.html").read_text()
+    assert "No right answers are known" in page
+    [refused] = [record for record in full if record.fault]
+    assert all(record.item != refused.item for record in records if record.arm == "cur")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_traffic_is_held_against_the_full_cache(sample_model: Path, tmp_path: Pa
         ('{"prompt": ""}', "neither `prompt`, a text, nor `messages`"),
         (
             '{"messages": [{"role": "user", "content": []}]}',
-            "a message has `role` and `content`, both texts",
+            "a message has a role (system, user, assistant) and a content",
         ),
         ('{"prompt": "x", "max_tokens": "9"}', "max_tokens is a number of tokens"),
     ],
@@ -127,7 +128,10 @@ def test_too_few_problems_say_so(sample_model: Path, tmp_path: Path) -> None:
     more = ["--task", "sample:programs@6", "--problems", "12", "--policy", "cur", "--budget", "150"]
     result = advise(sample_model, tmp_path / "out", *more)
     assert result.exit_code == 1
-    assert "nothing is certified to lose at most 2.0% with 95% confidence" in result.output
+    assert (
+        "nothing is certified to lose at most 2% of all problems with 95% confidence"
+        in result.output
+    )
     assert "9 problems certify, and without a single loss it takes 165" in result.output
     assert not (tmp_path / "out" / "experiment.textproto").exists()
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from epikv.advise.search import FINALISTS, FIRST, Candidate, Found, search
+from epikv.advise.search import FINALISTS, FIRST, Candidate, Explored, Found, search
 
 PROBLEMS, EXPLORE = 564, 64
 POLICIES = "abcdefghijklmnop"
@@ -17,13 +17,15 @@ class World:
 
     def __init__(self, truth: Mapping[Candidate, float], seed: int = 0, gains: float = 0.0) -> None:
         dice = np.random.default_rng(seed)
-        self.truth, self.gains = truth, gains
+        self.truth, self.gains = dict(truth), gains
         self.drawn = {candidate: dice.random(PROBLEMS) for candidate in truth}
         self.asked: list[tuple[Candidate, int]] = []
         self.stops_at = 1 << 30
+        self.last = PROBLEMS  # where batches may not begin any more
+        self.kept: Explored | None = None
 
     def prepare(self, candidates: Sequence[Candidate], problems: range) -> bool:
-        if len(self.asked) >= self.stops_at:
+        if len(self.asked) >= self.stops_at or problems.start >= self.last:
             return False
         self.asked += [(each, problem) for each in candidates for problem in problems]
         return True
@@ -34,7 +36,14 @@ class World:
         return list(np.where(at < lost, 1.0, np.where(at < lost + self.gains, -1.0, 0.0)))
 
     def cost(self, candidate: Candidate) -> tuple[float, ...]:
-        return (candidate.budget,)
+        return (candidate.budget / 1000,)
+
+    def explored(self) -> Explored | None:
+        return self.kept
+
+    def keep(self, explored: Explored) -> None:
+        assert self.kept is None
+        self.kept = explored
 
 
 def world(means: Sequence[float], seed: int = 0, gains: float = 0.0) -> World:
@@ -105,8 +114,35 @@ def test_time_that_runs_out_leaves_what_is_certified_true(stops_at: int) -> None
         assert link.certified == (link.evidence >= np.log(20))
 
 
+def test_a_chain_that_has_begun_to_certify_is_kept() -> None:
+    """Also where another would be chosen now."""
+    tried = world([0.0, 0.1, 0.3])
+    tried.last = EXPLORE + 1  # one batch certifies
+    before = [link.candidate for link in run(tried).chain]
+    tried.last = PROBLEMS
+    for candidate in before:
+        tried.truth[candidate] = 0.02
+    after = run(tried)
+    assert [link.candidate for link in after.chain] == before and after.in_time
+    assert max(problem for _, problem in tried.asked) > EXPLORE + 32
+
+
+def test_a_chain_that_certified_nothing_yet_may_change() -> None:
+    tried = world([0.0, 0.1, 0.3])
+    tried.last = EXPLORE
+    assert not run(tried).in_time and tried.kept is None
+
+
 def test_no_time_at_all_finds_nothing() -> None:
     tried = world([0.0])
     tried.stops_at = 0
     found = run(tried)
     assert not found.in_time and not found.chain and not found.explored
+
+
+def test_what_saves_no_memory_is_left_out() -> None:
+    truth = {Candidate(b, p): 0.0 if p == "a" else 0.01 for b in BUDGETS for p in POLICIES}
+    tried = World(truth)
+    tried.cost = lambda candidate: (1.0 if candidate.policy == "a" else 0.5,)  # type: ignore[method-assign]
+    found = run(tried)
+    assert found.chain and all(link.candidate.policy != "a" for link in found.chain)

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,6 @@ from typing import Any
 from epikv.advise.risk import problems_without_loss
 from epikv.advise.search import Candidate, Link
 from epikv.advise.study import Advice
-from epikv.eval.items import Replay
 from epikv.eval.plan import Arm, Settings, Task
 from epikv.eval.plots import COLOURS, MARKERS, OTHERS
 from epikv.experiment.markup import Html, element
@@ -22,23 +22,31 @@ from epikv.options import Kv
 from epikv.stats import Estimate, wilson
 from epikv.v1 import experiment_pb2
 
+_REPLAYED = (
+    "No right answers are known. The full cache answers, greedily; then each policy is asked for the likeliest token at"
+    " each place of that answer, behind the answer's own tokens. What is lost is the share of places at which that is"
+    " another token. A free answer goes on differently after the first of them, and rounding makes a few as well."
+)
 PAGE, FACTS, EXPERIMENT = "advice.html", "advice.json", "experiment.textproto"
 
 
 def lines(model: Model, arms: Sequence[Arm], settings: Settings, advice: Advice) -> Iterator[str]:
     """The short answer."""
-    wish = advice.wish
-    sure = f"{wish.confidence:.0%} confidence"
+    allowed = f"{_points(advice)} with {_exactly(advice.wish.confidence)} confidence"
     advised = advice.advised
+    if not advice.found.in_time:
+        yield "time ran out: the same command with more --minutes goes on"
     if advised is None:
-        yield f"nothing is certified to lose at most {wish.most_loss:.1%} with {sure}: keep the full cache"
+        yield f"nothing is certified to lose at most {allowed}: keep the full cache"
         yield from _why_not(advice)
         return
     at = advised.candidate
     yield (
-        f"{at.policy} at {at.budget} tokens: certified to lose at most {wish.most_loss:.1%} with {sure}"
+        f"{at.policy} at {at.budget} tokens: certified to lose at most {allowed}"
         f" ({len(advised.losses)} problems; measured {fmean(advised.losses):+.2%})"
     )
+    if solved := _solved(advice):
+        yield solved
     if saved := advice.memory.get(at):
         yield f"memory: {_percent(saved)} of the full cache's"
     if advice.speed is not None:
@@ -49,11 +57,12 @@ def lines(model: Model, arms: Sequence[Arm], settings: Settings, advice: Advice)
 def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
     """The options of `epikv generate` that ask for what was measured."""
     arm = _arm(arms, at)
-    words = [f"--policy {arm.policy}", f"--budget {at.budget}"]
-    words += [f"--param {name}={json.dumps(value)}" for name, value in arm.params.items()]
+    words = ["--policy", arm.policy, "--budget", f"{at.budget}"]
+    for name, value in arm.params.items():
+        words += ["--param", f"{name}={json.dumps(value)}"]
     if settings.equal_protection:
         words.append("--equal-protection")
-    return " ".join(words)
+    return shlex.join([*words, "--temperature", "0"])
 
 
 def experiment(model: Model, arms: Sequence[Arm], settings: Settings, at: Candidate) -> Any:
@@ -90,6 +99,7 @@ def write(
     from epikv.experiment import definition
 
     told = _facts(advice)
+    (folder / EXPERIMENT).unlink(missing_ok=True)  # of what was advised before
     (folder / FACTS).write_text(json.dumps(told, indent=1) + "\n", "utf-8")
     if advice.advised is not None:
         made = experiment(model, arms, settings, advice.advised.candidate)
@@ -119,18 +129,18 @@ def _html(
         element("h2", "What the certificate says"),
         element(
             "p",
-            f"On problems like these, {names}, every row that says yes loses at most"
-            f" {wish.most_loss:.1%} of what the full cache"
-            f" {'would say' if _replays(tasks) else 'solves'}: as a mean, with {wish.confidence:.0%}"
-            " confidence for all such rows together, over all policies and budgets that were tried, whenever"
-            " the study was stopped. It says nothing of problems of another kind.",
+            f"Over problems like these, {names}, each counted once, every row that says yes loses at most"
+            f" {_points(advice)} as a mean, with {_exactly(wish.confidence)} confidence for all such rows"
+            " together, over all policies and budgets that this study tried, whenever it was stopped. It says"
+            " nothing of problems of another kind, and a second study needs problems of its own.",
         ),
+        *(() if advice.graded else (element("p", _REPLAYED),)),
         element("h2", "The chain"),
         element(
             "p",
-            f"Of {len(found.explored)} policies and budgets {advice.explored} problems chose the one that"
-            " lost least at each budget. Other problems certify them, from the largest budget to the"
-            " smallest; the first that fails ends it.",
+            f"Of {len(found.explored)} policies and budgets, {advice.explored} problems at the most chose one"
+            " policy for each budget; what saves no memory was left out. Other problems certify them, from the"
+            " largest budget to the smallest; the first that fails ends it.",
             class_="soft",
         ),
         element(
@@ -146,8 +156,7 @@ def _html(
         *_next(advice),
         element(
             "p",
-            f"{_solved(tasks, advice)}The study took {advice.seconds / 60:.1f} minutes"
-            f"{'' if found.in_time else ' and ran out of time: the same command, with more minutes, goes on'}.",
+            f"{_left_out(advice)}It took {advice.seconds / 60:.1f} minutes.",
             class_="soft",
         ),
     )
@@ -185,38 +194,57 @@ def _why_not(advice: Advice) -> Iterator[str]:
     wish, chain = advice.wish, advice.found.chain
     least = problems_without_loss(wish.most_loss, wish.confidence)
     there = advice.problems - advice.explored
-    if there < least:
+    if advice.shows_nothing:
+        yield f"{_solved(advice)}: too little for a loss of {_points(advice)} to mean anything"
+    elif there < least:
         yield (
             f"{there} problems certify, and without a single loss it takes {least}: give more --problems or"
-            " tasks, or allow a larger --max-loss"
+            " tasks, with another --out, or allow a larger --max-loss"
         )
-    elif not chain:
-        yield "every budget lost far more than that already on the problems that choose: try larger ones"
-    else:
+    elif chain:
         first = next(link for link in chain if not link.certified)
-        lost = (
-            f"{fmean(first.losses):+.2%} of {len(first.losses)} problems"
-            if first.losses
-            else "no problem yet"
-        )
+        at = f"{first.candidate.policy} at {first.candidate.budget} tokens"
+        lost = "nothing yet"
+        if first.losses:
+            lost = f"{fmean(first.losses):+.2%} of {len(first.losses)} problems"
+        if first.hopeless:
+            advised = "try larger budgets, with another --out, or allow a larger --max-loss"
+        elif advice.found.in_time:
+            advised = "more problems may certify it, with another --out"
+        else:
+            advised = "more minutes may certify it"
+        yield f"{at}, the safest of what was found, lost {lost}: {advised}"
+    elif advice.found.in_time:
         yield (
-            f"{first.candidate.policy} at {first.candidate.budget} tokens, the safest of what was found,"
-            f" lost {lost}: try larger budgets, or allow a larger --max-loss"
+            "on the problems that choose, every budget lost far more than that, or saved no memory: try other"
+            " budgets, with another --out"
         )
 
 
-def _solved(tasks: Sequence[Task], advice: Advice) -> str:
-    if _replays(tasks) or not advice.full:
+def _solved(advice: Advice) -> str:
+    if not advice.graded or not advice.full:
         return ""
     share = wilson(sum(advice.full), len(advice.full))
     return (
-        f"The full cache solves {share.value:.1%} [{share.low:.1%}, {share.high:.1%}] of"
-        f" {len(advice.full)} problems. "
+        f"the full cache solves {share.value:.1%} [{share.low:.1%}, {share.high:.1%}] of"
+        f" {len(advice.full)} problems"
     )
 
 
-def _replays(tasks: Sequence[Task]) -> bool:
-    return any(isinstance(item, Replay) for task in tasks for item in task.items)
+def _left_out(advice: Advice) -> str:
+    if not advice.unanswered:
+        return ""
+    return f"{advice.unanswered} problems were left out: the full cache itself was refused, or failed. "
+
+
+def _points(advice: Advice) -> str:
+    """What may be lost; not rounded, for it is what was certified."""
+    most = _exactly(advice.wish.most_loss)
+    return f"{most} of all problems" if advice.graded else f"{most} of the answers' tokens"
+
+
+def _exactly(share: float) -> str:
+    return f"{100 * share:g}%"
 
 
 def _picture(advice: Advice) -> Html:

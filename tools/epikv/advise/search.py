@@ -5,7 +5,7 @@ at each budget by successive halving (Jamieson and Talwalkar, 2016). What is lef
 the largest budget to the smallest. Then the chain is certified on problems of its own (risk.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from typing import Protocol
@@ -28,13 +28,21 @@ class Measure(Protocol):
     """Runs problems, which have numbers."""
 
     def losses(self, candidate: Candidate, problems: range) -> Sequence[float]:
-        """What each problem loses against the full cache, from -1 to 1. The same at each call."""
+        """What each problem loses against the full cache, from -1 to 1, of those that the full cache answers. The same
+        at each call."""
 
     def prepare(self, candidates: Sequence[Candidate], problems: range) -> bool:
         """Runs what `losses` is going to be asked of. False: time was up, and less than that is there."""
 
     def cost(self, candidate: Candidate) -> tuple[float, ...]:
-        """Of what was run so far. Decides between policies that lose the same; the least is best."""
+        """Of what was run so far: memory over that of the full cache, and more. Decides between policies that lose the
+        same; the least is best."""
+
+    def explored(self) -> "Explored | None":
+        """What an exploration of this study has come to before; None: nothing yet."""
+
+    def keep(self, explored: "Explored") -> None:
+        """For good: a chain that changed after a look at what certifies it would be another test."""
 
 
 @dataclass
@@ -43,6 +51,7 @@ class Link:
 
     candidate: Candidate
     losses: list[float]  # of the problems that certify
+    problems: range  # those
     explored: Sequence[float]
     evidence: float  # log of the wager's largest capital
     certified: bool = False
@@ -50,10 +59,18 @@ class Link:
 
 
 @dataclass
+class Explored:
+    """What an exploration came to."""
+
+    losses: dict[Candidate, list[float]] = field(default_factory=dict)  # all that was measured
+    chain: list[Candidate] = field(default_factory=list)  # from the largest budget to the smallest
+
+
+@dataclass
 class Found:
     """What a search came to."""
 
-    explored: dict[Candidate, list[float]] = field(default_factory=dict)  # all that was measured
+    explored: dict[Candidate, list[float]]  # all that was measured to choose
     chain: list[Link] = field(default_factory=list)  # from the largest budget to the smallest
     in_time: bool = True
 
@@ -70,50 +87,54 @@ def search(
 
     most: the mean loss that is allowed.
     """
-    found = Found()
-    left = _explore(measure, candidates, explore, found)
-    for candidate in sorted(left, reverse=True):
-        losses = found.explored[candidate]
-        if not _hopeless(losses, most):
-            found.chain.append(Link(candidate, [], losses, 0.0))
-    _certify(measure, range(explore, problems), most, confidence, found)
+    kept = measure.explored()
+    explored, in_time = (kept, True) if kept else _explore(measure, candidates, explore)
+    found = Found(explored.losses, in_time=in_time)
+    for candidate in explored.chain:
+        losses = explored.losses[candidate]
+        if losses and not _hopeless(losses, most):
+            found.chain.append(Link(candidate, [], range(explore, explore), losses, 0.0))
+    keep = (lambda: None) if kept else (lambda: measure.keep(explored))
+    _certify(measure, range(explore, problems), most, confidence, found, keep)
     return found
 
 
 def _explore(
-    measure: Measure, candidates: Sequence[Candidate], explore: int, found: Found
-) -> list[Candidate]:
-    """One policy of each budget."""
+    measure: Measure, candidates: Sequence[Candidate], explore: int
+) -> tuple[Explored, bool]:
+    """And whether there was time for all of it."""
+    found = Explored()
     first = range(min(FIRST, explore))
 
     def run(some: Sequence[Candidate], problems: range) -> bool:
-        found.in_time = measure.prepare(some, problems)
-        if found.in_time:
-            for candidate in some:
-                losses = measure.losses(candidate, problems)
-                found.explored.setdefault(candidate, []).extend(losses)
-        return found.in_time
+        if not measure.prepare(some, problems):
+            return False
+        for candidate in some:
+            losses = measure.losses(candidate, problems)
+            found.losses.setdefault(candidate, []).extend(losses)
+        return True
 
     budgets = sorted({candidate.budget for candidate in candidates})
     middle = [each for each in candidates if each.budget == budgets[len(budgets) // 2]]
     if not run(middle, first):
-        return []
-    middle.sort(key=lambda each: _merit(measure, each, found.explored))
+        return found, False
+    middle.sort(key=lambda each: _merit(measure, each, found.losses))
     best = {candidate.policy for candidate in middle[:FINALISTS]}
     left = [each for each in candidates if each.policy in best]
-    if not run([each for each in left if each not in found.explored], first):
-        left = [each for each in left if each in found.explored]
+    in_time = run([each for each in left if each not in found.losses], first)
+    left = [each for each in left if each in found.losses]
     done = len(first)
-    while done < explore and found.in_time:
-        left = _halved(measure, left, found.explored)
+    while in_time and done < explore:
+        left = _halved(measure, left, found.losses)
         upto = min(2 * done, explore)
-        if not run(left, range(done, upto)):
-            break
+        in_time = run(left, range(done, upto))
         done = upto
-    there = [candidate for candidate in left if candidate in found.explored]
-    while len({candidate.budget for candidate in there}) < len(there):
-        there = _halved(measure, there, found.explored)
-    return there
+    # What saves no memory is no better than the full cache.
+    left = [each for each in left if measure.cost(each)[0] < 1]
+    while len({candidate.budget for candidate in left}) < len(left):
+        left = _halved(measure, left, found.losses)
+    found.chain = sorted(left, reverse=True)
+    return found, in_time
 
 
 def _halved(
@@ -132,12 +153,19 @@ def _merit(
     measure: Measure, candidate: Candidate, explored: Mapping[Candidate, Sequence[float]]
 ) -> tuple[object, ...]:
     """The best has the least."""
-    return (_mean(explored[candidate]), measure.cost(candidate), candidate.policy)
+    cost = measure.cost(candidate)
+    return (cost[0] >= 1, _mean(explored[candidate]), cost, candidate.policy)
 
 
 def _certify(
-    measure: Measure, problems: range, most: float, confidence: float, found: Found
+    measure: Measure,
+    problems: range,
+    most: float,
+    confidence: float,
+    found: Found,
+    keep: Callable[[], None],
 ) -> None:
+    """keep: is called before the first loss that certifies is looked at."""
     wagers = {link.candidate: Wager(most, prior=link.explored) for link in found.chain}
     for begin in range(problems.start, problems.stop, BATCH):
         batch = range(begin, min(begin + BATCH, problems.stop))
@@ -151,12 +179,15 @@ def _certify(
         if not measure.prepare([link.candidate for link in open_links], batch):
             found.in_time = False
             break
+        if begin == problems.start:
+            keep()
         for link in open_links:
+            link.problems = range(problems.start, batch.stop)
             for loss in measure.losses(link.candidate, batch):
                 link.losses.append(loss)
                 wagers[link.candidate].add(loss)
             link.evidence = wagers[link.candidate].best
-            link.hopeless = _hopeless(link.losses, most)
+            link.hopeless = bool(link.losses) and _hopeless(link.losses, most)
         # What stands behind one that is given up can be certified no more.
         given_up = False
         for link in found.chain:
@@ -168,7 +199,8 @@ def _certify(
 
 
 def _mean(losses: Sequence[float]) -> float:
-    return sum(losses) / len(losses)
+    """Of none: the worst there is."""
+    return sum(losses) / len(losses) if losses else 1.0
 
 
 def _hopeless(losses: Sequence[float], most: float) -> bool:

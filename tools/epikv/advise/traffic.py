@@ -1,6 +1,7 @@
 """Requests of one's own as problems: nobody knows their answers, so the full cache's are what others are held against."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,21 @@ import click
 from epikv.eval.items import Axis, Replay
 from epikv.eval.plan import Task
 
+_ROLES = ("system", "user", "assistant")
 MOST_TOKENS = 256  # of an answer, where neither the request nor the user says
 
 
 def task(path: Path, count: int, most_tokens: int | None) -> Task:
-    """The first `count` requests of JSON lines: each an object with `prompt`, a text, or `messages`, as of OpenAI's
+    """`count` requests of JSON lines, drawn from all of them: each an object with `prompt`, a text, or `messages`, as of OpenAI's
     API; and, if it likes, `max_tokens` or `max_completion_tokens`. All else of them is passed over. Raises
     click.ClickException."""
     items: list[Replay] = []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise click.ClickException(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
-        if not line.strip() or len(items) == count:
+        if not line.strip():
             continue
         try:
             items.append(_replay(str(number), json.loads(line), most_tokens))
@@ -30,7 +32,8 @@ def task(path: Path, count: int, most_tokens: int | None) -> Task:
             raise click.ClickException(f"{path}:{number}: {error}") from error
     if not items:
         raise click.ClickException(f"{path}: no requests")
-    return Task(f"traffic:{path.name}", Axis.REASONING, items)
+    drawn = random.Random(0).sample(items, min(count, len(items)))
+    return Task(f"traffic:{path.name}", Axis.REASONING, drawn)
 
 
 def _replay(number: str, request: Any, most_tokens: int | None) -> Replay:
@@ -49,7 +52,7 @@ def _replay(number: str, request: Any, most_tokens: int | None) -> Replay:
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError("a message has `role` and `content`, both texts")
+        if role not in _ROLES or not isinstance(content, str):
+            raise ValueError(f"a message has a role ({', '.join(_ROLES)}) and a content, a text")
         parts.append((role, content))
     return Replay(number, tuple(parts), most)

@@ -41,7 +41,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.02,
     show_default=True,
-    help="What may be lost of the share of problems solved; with --traffic, of the tokens chosen.",
+    help="What may be lost of the share of problems solved, in parts of all problems; with --traffic, of the"
+    " answers' tokens.",
 )
 @click.option(
     "--confidence",
@@ -117,7 +118,7 @@ def _advise(
     from epikv.advise import traffic as requests
     from epikv.cli import eval_models as models
     from epikv.eval import plots
-    from epikv.eval.plan import SLACK, Settings, arms, named
+    from epikv.eval.plan import FULL, RANDOM, SLACK, Settings, arms, named
     from epikv.eval.runner import Interrupted, Server
     from epikv.eval.tasks import load
 
@@ -129,6 +130,8 @@ def _advise(
         tasks = [
             named(name, load(name, "test", problems, reading=reading), reading) for name in names
         ]
+        if len({task.name for task in tasks}) < len(tasks):
+            raise click.UsageError("two tasks have one name")
     settings = Settings(max_output_tokens=max_output_tokens)
     own = [f"--max_running_requests={at_once}", *(f"--{f.removeprefix('--')}" for f in flags)]
     wish = study.Wish(max_loss, confidence, 60 * minutes, sorted(budgets, reverse=True))
@@ -142,7 +145,13 @@ def _advise(
     ) as served:
         [described] = served.client.models()
         catalog = served.client.policies(model=described.name)
-        chosen = arms(catalog, wanted or study.runnable(catalog), SLACK, oracle=False)
+        everything = study.runnable(catalog)
+        texts = [
+            each for text in wanted or ["all"] for each in (everything if text == "all" else [text])
+        ]
+        chosen = arms(catalog, texts, SLACK, oracle=False)
+        if all(arm.policy in (FULL, RANDOM) for arm in chosen):
+            raise click.UsageError("name a --policy that evicts, beside full and random")
         servers = [Server(served.client, served.address)]
         try:
             advice = study.study(
@@ -165,5 +174,5 @@ def _advise(
     page.write(out, described, tasks, chosen, settings, advice)
     for line in page.lines(described, chosen, settings, advice):
         show.out.print(line)
-    click.echo(f"the page: {out / 'advice.html'}", err=True)
+    click.echo(f"the page: {out / page.PAGE}", err=True)
     return 0 if advice.advised is not None else 1

@@ -14,6 +14,8 @@ from epikv.messages import ScoreResponse, Summary
 from epikv.options import Chat, Kv, Output, Sampling, Steering, Stop, parse_budget
 
 ROOM = 1.25  # most output tokens, times those of the task's reference trace
+# Whatever the model's own settings are: what is likeliest is what is looked for.
+GREEDY = Sampling(0.0, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
 TAIL = 120  # characters of a completion that are kept
 
 
@@ -168,6 +170,7 @@ def _replay(
         made = client.generate_once(
             prompt,
             kv=kv,
+            sampling=GREEDY,
             stop=Stop(replay.most_tokens),
             output=Output(text=False, token_ids=True),
             model=model,
@@ -181,8 +184,6 @@ def _replay(
             token_ids=list(made.token_ids),
         )
     assert reference is not None
-    if not reference.token_ids:
-        return replace(record, right=[1.0])
     result = client.score(prompt, reference.token_ids, kv=kv, seed=seed(record.key), model=model)
     assert result.summary is not None
     return replace(
