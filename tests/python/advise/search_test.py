@@ -146,3 +146,15 @@ def test_what_saves_no_memory_is_left_out() -> None:
     tried.cost = lambda candidate: (1.0 if candidate.policy == "a" else 0.5,)  # type: ignore[method-assign]
     found = run(tried)
     assert found.chain and all(link.candidate.policy != "a" for link in found.chain)
+
+
+def test_what_loses_little_is_told_apart_at_smaller_budgets() -> None:
+    truth = {
+        Candidate(b, p): 0.0 if b > 100 else 0.3 if p == "c" else 0.9
+        for b in BUDGETS
+        for p in POLICIES
+    }
+    found = run(World(truth))
+    assert [link.candidate for link in found.chain] == [
+        Candidate(500, "c"), Candidate(300, "c"), Candidate(200, "c")
+    ]  # fmt: skip

@@ -121,7 +121,7 @@ def _html(
         element("style", Html(style())),
     )
     rows = [_row(advice, link) for link in found.chain]
-    titles = ("budget", "policy", "certified", "lost", "problems", "memory", "of which chose")
+    titles = ("budget", "policy", "certified", "lost", "problems", "memory", "lost while choosing")
     body = element(
         "body",
         element("h1", title),

@@ -152,9 +152,11 @@ def _halved(
 def _merit(
     measure: Measure, candidate: Candidate, explored: Mapping[Candidate, Sequence[float]]
 ) -> tuple[object, ...]:
-    """The best has the least."""
+    """The best has the least. Few problems do not tell policies apart that lose little: what they lose at the other
+    budgets does."""
     cost = measure.cost(candidate)
-    return (cost[0] >= 1, _mean(explored[candidate]), cost, candidate.policy)
+    anywhere = [_mean(losses) for of, losses in explored.items() if of.policy == candidate.policy]
+    return (cost[0] >= 1, _mean(explored[candidate]), _mean(anywhere), cost, candidate.policy)
 
 
 def _certify(
