@@ -13,6 +13,7 @@ full level, and those before the first that fails are certified: the chance that
 What fixed the chain and the bets, the exploration, must share no problem with what decides.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import log
 
@@ -20,6 +21,8 @@ from math import log
 MOST_OF_BET = 0.9
 # Weight of what was known before, in problems.
 PRIOR = 20
+BISECTIONS = 12
+RECKONED = 8  # problems between two looks at what should be bet
 
 
 class Wager:
@@ -35,35 +38,46 @@ class Wager:
         self.most = most
         self._largest = MOST_OF_BET / (1 - most)
         self._log_capital = 0.0
+        self._added, self._bet_now = 0, 0.0
         self.best = 0.0  # log of the largest capital so far
-        # Before anything is known: half of what is allowed, hardly spread.
-        weight = min(len(prior), PRIOR)
-        mean = sum(prior) / len(prior) if prior else most / 2
-        spread = sum((x - mean) ** 2 for x in prior) / len(prior) if prior else 0.0
-        self._count = 1.0 + weight
-        self._sum = most / 2 + weight * mean
-        self._squares = (most / 2) ** 2 + weight * (spread + mean**2)
+        # How often each loss was seen, and one problem of which nothing is known: half of what is allowed.
+        self._seen = defaultdict[float, float](float, {1.0: most / 2, 0.0: 1 - most / 2})
+        weight = min(1.0, PRIOR / len(prior)) if prior else 0.0
+        for loss in prior:
+            self._seen[_rounded(loss)] += weight
 
     def add(self, loss: float) -> None:
         """The next problem's."""
-        bet = self._bet()  # before it is known
-        self._log_capital += log(1 + bet * (self.most - loss))
+        if self._added % RECKONED == 0:
+            self._bet_now = self._bet()  # before it is known
+        self._added += 1
+        self._log_capital += log(1 + self._bet_now * (self.most - loss))
         self.best = max(self.best, self._log_capital)
-        self._count += 1
-        self._sum += loss
-        self._squares += loss**2
+        self._seen[_rounded(loss)] += 1
 
     def certified(self, confidence: float) -> bool:
         return self.best >= -log(1 - confidence)
 
     def _bet(self) -> float:
-        """What grows the capital fastest if losses go on as they were (an approximation of Kelly's)."""
-        mean = self._sum / self._count
-        gain = self.most - mean
-        variance = max(self._squares / self._count - mean**2, 0.0)
-        if gain <= 0:
-            return 0.0
-        return min(gain / (variance + gain**2), self._largest)
+        """What grows the capital fastest if losses go on as they were (Kelly's)."""
+
+        def grows(bet: float) -> bool:
+            """Whether the growth at this bet, the mean of log(1 + bet * (most - loss)), still rises."""
+            gains = ((self.most - loss, count) for loss, count in self._seen.items())
+            return sum(count * gain / (1 + bet * gain) for gain, count in gains) > 0
+
+        low, high = 0.0, self._largest
+        if grows(high):
+            return high
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if grows(middle) else (low, middle)
+        return low
+
+
+def _rounded(loss: float) -> float:
+    """For what is bet alone: losses of every size are counted in few kinds."""
+    return round(loss, 2)
 
 
 def certified(chain: Sequence[Wager], confidence: float) -> int:
