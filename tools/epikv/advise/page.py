@@ -30,7 +30,7 @@ _REPLAYED = (
 PAGE, FACTS, EXPERIMENT = "advice.html", "advice.json", "experiment.textproto"
 
 
-def lines(model: Model, arms: Sequence[Arm], settings: Settings, advice: Advice) -> Iterator[str]:
+def lines(arms: Sequence[Arm], settings: Settings, advice: Advice) -> Iterator[str]:
     """The short answer."""
     allowed = f"{_points(advice)} with {_exactly(advice.wish.confidence)} confidence"
     advised = advice.advised
@@ -125,7 +125,7 @@ def _html(
     body = element(
         "body",
         element("h1", title),
-        *(element("p", line) for line in lines(model, arms, settings, advice)),
+        *(element("p", line) for line in lines(arms, settings, advice)),
         element("h2", "What the certificate says"),
         element(
             "p",

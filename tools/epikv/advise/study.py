@@ -107,9 +107,8 @@ class _Measure:
         self._problems, self._explore, self._shares = problems, explore, shares
         self._seconds, self._wish, self._file, self._say = seconds, wish, file, say
         self._of = list(of)
-        self._bytes: dict[Candidate, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # peaks, and of `full`
+        # Peaks, and those of `full`.
+        self._bytes: dict[Candidate, list[tuple[int, int]]] = defaultdict(list)
 
     def prepare(self, candidates: Sequence[Candidate], problems: range) -> bool:
         explores = problems.start < self._explore

@@ -172,7 +172,7 @@ def _advise(
         except RpcError as error:
             raise click.ClickException(f"the daemon went away: {error}") from error
     page.write(out, described, tasks, chosen, settings, advice)
-    for line in page.lines(described, chosen, settings, advice):
+    for line in page.lines(chosen, settings, advice):
         show.out.print(line)
     click.echo(f"the page: {out / page.PAGE}", err=True)
     return 0 if advice.advised is not None else 1

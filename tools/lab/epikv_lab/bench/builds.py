@@ -5,7 +5,7 @@ test, the other, say, that of the commit before.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from epikv import harness
 from epikv.stats import bootstrap
 
 from epikv_lab.bench.overhead import SHAPE
-from epikv_lab.bench.speeds import decoded, prefilled
+from epikv_lab.bench.speeds import cases, decoded, in_turns
 from epikv_lab.bench.targets import Target, finish
 
 AS_FAST = 0.98
@@ -47,13 +47,9 @@ def command(
     shape: harness.Shape = {**SHAPE, "dtype": dtype, "kv_heads": kv_heads}
     shape["context"] = max(shape["context"], cached + 256)
     vocab = shape["vocab"]
-    cases: dict[str, Callable[[harness.Served, int], float]] = {
-        "decode_1_stream": lambda served, seed: decoded(served, vocab, 1, seed),
-        "decode_16_streams": lambda served, seed: decoded(served, vocab, 16, seed),
-        "prompt_of_1024": lambda served, seed: prefilled(served, vocab, seed),
-    }
+    compared = cases(vocab)
     if cached:
-        cases[f"decode_behind_{cached}"] = lambda served, seed: decoded(
+        compared[f"decode_behind_{cached}"] = lambda served, seed: decoded(
             served, vocab, 1, seed, cached
         )
     targets: list[Target] = []
@@ -71,12 +67,8 @@ def command(
             )
             for each in (before, binary)
         ]
-        for case, run in cases.items():
-            rows: list[list[float]] = []
-            for number in range(rounds + 1):
-                row = [run(of, number) for of in served]
-                if number > 0:  # the first warms up
-                    rows.append(row)
+        for case, run in compared.items():
+            rows = in_turns(served, run, rounds)
             told[case] = rows
             targets.append(Target(case, bootstrap(rows, _ratio), AS_FAST, at_least=True))
     load.append(os.getloadavg()[0])

@@ -5,7 +5,7 @@ what differs is who calls them: TorchScript's interpreter, or code that AOTInduc
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from epikv import harness
 from epikv.stats import bootstrap
 
 from epikv_lab.bench.overhead import SHAPE
-from epikv_lab.bench.speeds import decoded, prefilled
+from epikv_lab.bench.speeds import cases, in_turns
 from epikv_lab.bench.targets import Target, finish
 
 AS_FAST = 0.98
@@ -30,13 +30,7 @@ AS_FAST = 0.98
 def command(rounds: int, threads: int, binary: Path | None, json_file: Path | None) -> None:
     """Speed of a compiled model over that of its TorchScript file."""
     load = [os.getloadavg()[0]]
-    vocab = SHAPE["vocab"]
     small: harness.Shape = {**SHAPE, "hidden": 256, "heads": 4, "ffn": 512, "layers": 8}
-    cases: dict[str, Callable[[harness.Served, int], float]] = {
-        "decode_1_stream": lambda served, seed: decoded(served, vocab, 1, seed),
-        "decode_16_streams": lambda served, seed: decoded(served, vocab, 16, seed),
-        "prompt_of_1024": lambda served, seed: prefilled(served, vocab, seed),
-    }
     targets: list[Target] = []
     told: dict[str, Any] = {}
     for size, shape in {"0.5b": SHAPE, "small": small}.items():
@@ -45,12 +39,8 @@ def command(rounds: int, threads: int, binary: Path | None, json_file: Path | No
                 stack.enter_context(_serving(shape, compiled, threads, binary))
                 for compiled in (False, True)
             ]
-            for case, run in cases.items():
-                rows: list[list[float]] = []
-                for number in range(rounds + 1):
-                    row = [run(of, number) for of in served]
-                    if number > 0:  # the first warms up
-                        rows.append(row)
+            for case, run in cases(SHAPE["vocab"]).items():
+                rows = in_turns(served, run, rounds)
                 told[f"{size}_{case}"] = rows
                 ratio = bootstrap(rows, _ratio)
                 targets.append(Target(f"{size}_{case}", ratio, AS_FAST, at_least=True))

@@ -1,5 +1,6 @@
 """Tokens a second that a daemon of a random-weight model decodes and reads."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
@@ -9,6 +10,24 @@ from epikv.options import Kv, Output, Sampling, Stop
 
 LONG_PROMPT = 1024
 PROMPT, OUTPUT = 128, 128
+
+
+def cases(vocab: int) -> dict[str, Callable[[harness.Served, int], float]]:
+    """What benches of two daemons compare, by name: of a daemon and a seed, tokens a second."""
+    return {
+        "decode_1_stream": lambda served, seed: decoded(served, vocab, 1, seed),
+        "decode_16_streams": lambda served, seed: decoded(served, vocab, 16, seed),
+        "prompt_of_1024": lambda served, seed: prefilled(served, vocab, seed),
+    }
+
+
+def in_turns(
+    served: Sequence[harness.Served],
+    run: Callable[[harness.Served, int], float],
+    rounds: int,
+) -> list[list[float]]:
+    """Of each round, what each daemon does. One before them, which warms up, is not told."""
+    return [[run(of, number) for of in served] for number in range(rounds + 1)][1:]
 
 
 def decoded(

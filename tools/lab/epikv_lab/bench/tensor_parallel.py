@@ -6,7 +6,7 @@ parallelism is for weights that do not. `build/dev/tests/rank_sums` says what on
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ from epikv import harness
 from epikv.stats import bootstrap
 
 from epikv_lab.bench.overhead import SHAPE
-from epikv_lab.bench.speeds import decoded, prefilled
+from epikv_lab.bench.speeds import cases
 from epikv_lab.bench.targets import Target, finish
 
 POOL = 256 << 20
@@ -37,11 +37,6 @@ FASTER = 1.0  # than one thread that has all of it
 def command(rounds: int, binary: Path | None, json_file: Path | None) -> None:
     """Speed of two processes over one of as many threads, and over one of one thread."""
     load = [os.getloadavg()[0]]
-    cases: dict[str, Callable[[harness.Served, int], float]] = {
-        "decode_1_stream": lambda served, seed: decoded(served, SHAPE["vocab"], 1, seed),
-        "decode_16_streams": lambda served, seed: decoded(served, SHAPE["vocab"], 16, seed),
-        "prompt_of_1024": lambda served, seed: prefilled(served, SHAPE["vocab"], seed),
-    }
     targets: list[Target] = []
     told: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -57,7 +52,7 @@ def command(rounds: int, binary: Path | None, json_file: Path | None) -> None:
             )
             for name, flags in DAEMONS.items()
         }
-        for case, run in cases.items():
+        for case, run in cases(SHAPE["vocab"]).items():
             rows: list[dict[str, float]] = []
             for number in range(rounds + 1):
                 row = {name: run(of, number) for name, of in served.items()}
