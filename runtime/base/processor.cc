@@ -22,11 +22,10 @@ bool HasF16c() {
 }
 
 #if !defined(__clang__)
-// A process has the matrix unit's registers once it has asked for them, and some sandboxes refuse:
-// oneDNN, which would use it, has other products then.
+// A process has the matrix unit's registers once it has asked for them, and some sandboxes refuse.
 bool MayUseMatrixUnit() {
   constexpr int kRequestState = 0x1023, kTiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequestState, kTiles) == 0;
+  return __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kRequestState, kTiles) == 0;
 }
 #endif
 #endif
@@ -42,7 +41,10 @@ Processor Detect() {
   found.avx512_vnni = found.avx512 && __builtin_cpu_supports("avx512vnni");
   found.avx512_bf16 = found.avx512 && __builtin_cpu_supports("avx512bf16");
   found.fast_bf16_pairs = found.avx512_bf16 && !__builtin_cpu_is("intel");
-  found.amx_bf16 = MayUseMatrixUnit();
+  if (found.avx512 && MayUseMatrixUnit()) {
+    found.amx_bf16 = __builtin_cpu_supports("amx-bf16");
+    found.amx_int8 = __builtin_cpu_supports("amx-int8");
+  }
 #endif
 #elif defined(__aarch64__)
   found.neon = true;

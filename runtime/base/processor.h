@@ -19,6 +19,7 @@ struct Processor {
   // products in bfloat16, and half a one for 16 in fp32; AMD's half a one or a whole for either.
   bool fast_bf16_pairs = false;
   bool amx_bf16 = false;  // a matrix unit, and the system lets this process use it
+  bool amx_int8 = false;  // the same, of integers
   // Whether its prefetchers keep up with a loop that reads memory once, in sequence: to fetch ahead
   // by hand is then slower, by a third to a half on AMD's 4th generation, and AMD's others are
   // taken to be alike. Intel's gain by it.

@@ -11,9 +11,11 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 
-// Of the two, the compiler uses AVX512_BF16 only where it is asked to by name.
+// The compiler uses AVX512_BF16 and AMX only where it is asked to by name.
 #pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#pragma GCC target("arch=x86-64-v4,avx512bf16,amx-tile,amx-bf16")
+
+#include "runtime/kernels/tiles.h"
 
 namespace epikv {
 namespace {
@@ -108,6 +110,7 @@ EPIKV_INLINE __m256i ToBFloat16(__m512 x) {
 
 // Lanes widened to fp32.
 struct OfFloat {
+  static constexpr bool kTiles = false;
   static constexpr int64_t kKeys = 1;  // whose probabilities share a word
   static constexpr bool kScaled = false;
   using Element = float;
@@ -194,6 +197,7 @@ struct Widened : Of {
 
 // Lanes of bfloat16 as they are, two elements a word.
 struct Paired {
+  static constexpr bool kTiles = false;
   static constexpr int64_t kKeys = 2;
   static constexpr bool kScaled = false;
   using Element = uint16_t;
@@ -307,6 +311,81 @@ struct PairedInt8 : Paired {
   }
   EPIKV_INLINE static void Finish(const float* sums, float mass, int64_t width, uint16_t* out) {
     Widened<OfHalf<BFloat16>>::Finish(sums, mass, width, out);
+  }
+};
+
+// Pairs as a matrix unit multiplies them. A block has as many keys as a product takes pairs of.
+template <class Pairs>
+struct Tiled : Pairs {
+  static constexpr bool kTiles = true;
+  static_assert(kBlock == kTileBytes / 2 && kQueriesOfTile == kTileRows);
+
+  // queries [count, words], keys [words, kBlock] -> logits [count, kBlock], scaled.
+  static void Logits(const uint32_t* queries, int64_t count, const uint32_t* keys, int64_t words,
+                     float scale, const Scales& scales, float* logits) {
+    constexpr int64_t kStep = kTileBytes / 4;  // words
+    constexpr int64_t kRow = kBlock * 4;       // bytes
+    TileFence();
+    for (int64_t g = 0; g < count; g += kTileRows) {
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t w = 0; w < words; w += kStep) {
+        _tile_loadd(4, queries + g * words + w, words * 4);
+        _tile_loadd(5, keys + w * kBlock, kRow);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, keys + w * kBlock + kVector, kRow);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      _tile_stored(0, logits + g * kBlock, kRow);
+      _tile_stored(1, logits + g * kBlock + kVector, kRow);
+    }
+    __m512 factors[2] = {_mm512_set1_ps(scale), _mm512_set1_ps(scale)};
+    if constexpr (Pairs::kScaled) {
+      factors[0] = _mm512_mul_ps(factors[0], _mm512_load_ps(scales.of));
+      factors[1] = _mm512_mul_ps(factors[1], _mm512_load_ps(scales.of + kVector));
+    }
+    for (float* of = logits; of < logits + count * kBlock; of += kBlock) {
+      _mm512_store_ps(of, _mm512_mul_ps(_mm512_load_ps(of), factors[0]));
+      _mm512_store_ps(of + kVector, _mm512_mul_ps(_mm512_load_ps(of + kVector), factors[1]));
+    }
+  }
+
+  // Values of two keys side by side, in the order of Pairs::LoadValues; zeros behind the last.
+  static void PackValues(const char* values, int64_t row_bytes, const Ahead& ahead, int64_t count,
+                         int64_t width, uint32_t* words) {
+    using Cached = typename Pairs::Cached;
+    for (int64_t j = 0; j < kBlock; j += 2, words += width) {
+      if (j >= count) {
+        std::memset(words, 0, width * sizeof(uint32_t));
+        continue;
+      }
+      ahead.Fetch(j);
+      ahead.Fetch(j + 1);
+      const auto* const row = reinterpret_cast<const Cached*>(values + j * row_bytes);
+      const auto* const next =
+          j + 1 < count ? reinterpret_cast<const Cached*>(values + (j + 1) * row_bytes) : row;
+      for (int64_t i = 0; i < width; i += 2 * kVector) {
+        __m512i pairs[2];
+        Pairs::template LoadValues<2>(row + i, next + i, pairs);
+        _mm512_store_si512(words + i, pairs[0]);
+        _mm512_store_si512(words + i + kVector, pairs[1]);
+      }
+    }
+  }
+
+  // sums [count, width] += weights [count, kBlock / 2] values.
+  static void AddValues(const uint32_t* weights, int64_t count, const uint32_t* values,
+                        int64_t width, float* sums) {
+    TileFence();
+    for (int64_t i = 0; i < width; i += kVector) {
+      _tile_loadd(5, values + i, width * 4);
+      for (int64_t g = 0; g < count; g += kTileRows) {
+        _tile_loadd(0, sums + g * width + i, width * 4);
+        _tile_loadd(4, weights + g * kBlock / 2, kTileBytes);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_stored(0, sums + g * width + i, width * 4);
+      }
+    }
   }
 };
 
@@ -444,6 +523,12 @@ void AttendAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float
   Attend<Paired>(lane, shape, left, scratch);
 }
 
+void AttendAmx(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
+  const TileScope scope(kTileRows);
+  if (shape.stored == KvDType::kInt8) return Attend<Tiled<PairedInt8>>(lane, shape, left, scratch);
+  Attend<Tiled<Paired>>(lane, shape, left, scratch);
+}
+
 }  // namespace epikv
 
 #pragma GCC pop_options
@@ -459,6 +544,11 @@ bool CanAttendAvx512BFloat16(const LaneShape& shape) {
          shape.value_width % (2 * kKeysOfVector) == 0;
 }
 
+bool CanAttendAmx(const LaneShape& shape) {
+  return ThisProcessor().amx_bf16 && CanAttendAvx512BFloat16(shape) &&
+         shape.key_width % (2 * kKeysOfVector) == 0;
+}
+
 }  // namespace epikv
 
 #else
@@ -467,8 +557,10 @@ namespace epikv {
 
 bool CanAttendAvx512(const LaneShape&) { return false; }
 bool CanAttendAvx512BFloat16(const LaneShape&) { return false; }
+bool CanAttendAmx(const LaneShape&) { return false; }
 void AttendAvx512(const PrefillLane&, const LaneShape&, float*, float*) {}
 void AttendAvx512BFloat16(const PrefillLane&, const LaneShape&, float*, float*) {}
+void AttendAmx(const PrefillLane&, const LaneShape&, float*, float*) {}
 
 }  // namespace epikv
 

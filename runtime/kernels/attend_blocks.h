@@ -9,6 +9,7 @@
 namespace epikv {
 
 inline constexpr int64_t kKeysOfVector = 16;
+inline constexpr int64_t kQueriesOfTile = 16;  // of a matrix unit
 // Of a block: with wide heads, 64 leave no room in the L1 cache.
 inline constexpr int64_t kKeysOfBlock = 2 * kKeysOfVector;
 
@@ -16,10 +17,12 @@ inline bool CanAttendBlocks(const LaneShape& shape) {
   return shape.key_width % kKeysOfVector == 0 && shape.value_width % kKeysOfVector == 0;
 }
 
-// Floats of scratch for so many rows.
+// Floats of scratch for so many rows, by any path.
 inline int64_t AttendBlocksScratchFloats(const LaneShape& shape, int64_t rows) {
-  const int64_t aligned = 11 * kKeysOfVector, queries = rows * shape.group;
-  return aligned + (kKeysOfBlock + queries) * shape.key_width + shape.value_width +
+  const int64_t aligned = 12 * kKeysOfVector;
+  const int64_t queries = rows * shape.group + kQueriesOfTile - 1;
+  return aligned + (kKeysOfBlock + queries) * shape.key_width +
+         (kKeysOfBlock / 2 + 1) * shape.value_width +
          queries * (2 * kKeysOfBlock + 2 * shape.value_width + 2 * kKeysOfVector + 1);
 }
 

@@ -163,6 +163,7 @@ EPIKV_INLINE Vector LoadRow(const int8_t* p) {
 template <class T, class C>
 struct Lanes {
   static constexpr int64_t kKeys = 1;
+  static constexpr bool kTiles = false;
   static constexpr bool kScaled = std::is_same_v<C, int8_t>;
   using Element = T;
   using Cached = C;

@@ -13,6 +13,7 @@
 
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
+#include "runtime/kernels/dense_amx.h"
 #include "runtime/kernels/dense_simd.h"
 #include "runtime/kernels/simd.h"
 
@@ -114,6 +115,8 @@ absl::string_view DensePathName(DensePath path) {
       return SimdName();
     case DensePath::kPaired:
       return "AVX-512 BF16";
+    case DensePath::kTiled:
+      return "AMX";
     case DensePath::kFloat32:
     case DensePath::kWidened:
       break;
@@ -137,13 +140,13 @@ std::vector<DensePath> DensePaths(DType dtype) {
     paths.insert(ThisProcessor().fast_bf16_pairs ? paths.end() : paths.end() - 1,
                  DensePath::kPaired);
   }
+  if (dtype == DType::kBFloat16 && ThisProcessor().amx_bf16) paths.push_back(DensePath::kTiled);
   return paths;
 }
 
 std::optional<DensePath> FastestDensePath(DType dtype) {
   const std::vector<DensePath> paths = DensePaths(dtype);
-  const bool has_unit = dtype == DType::kBFloat16 && ThisProcessor().amx_bf16;
-  if (paths.empty() || has_unit) return std::nullopt;
+  if (paths.empty()) return std::nullopt;
   return paths.back();
 }
 
@@ -395,8 +398,12 @@ void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* 
     if (inputs % 2 == 1) to[inputs] = 0;
     return;
   }
-  std::memcpy(row, x, inputs * ElementBytes(shape.dtype));
+  const int64_t bytes = inputs * ElementBytes(shape.dtype);
+  std::memcpy(row, x, bytes);
   if (path == DensePath::kPaired && inputs % 2 == 1) static_cast<uint16_t*>(row)[inputs] = 0;
+  if (path == DensePath::kTiled) {
+    std::memset(static_cast<char*>(row) + bytes, 0, DenseRowBytes(path, shape) - bytes);
+  }
 }
 
 void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const void* packed,
@@ -411,6 +418,8 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
     case DensePath::kWidenedSimd:
       return MultiplyWidenedSimd(shape.dtype, static_cast<const float*>(rows), num_rows, words,
                                  num_words, stride, out);
+    case DensePath::kTiled:
+      return MultiplyDenseTiles(rows, num_rows, DenseRowBytes(path, shape), words, num_words, out);
 #ifdef EPIKV_AVX512
     case DensePath::kFloat32:
       return MultiplyFloat32(rows, num_rows, words, num_words, stride, out);

@@ -7,11 +7,11 @@
 #include "absl/strings/string_view.h"
 #include "runtime/base/dtype.h"
 
-// Products with weights of any DType, without torch, for processors with AVX-512, AVX2 or NEON.
-// Others' are bound by what few rows leave idle and, of bfloat16 where there is no matrix
-// unit, by the dot instruction, which Intel's processors run at half the speed of fp32, or by
-// having none. Sums are fp32, in the order of the inputs: a row's result does not depend on the
-// rows beside it, and in fp32 not on the width of a vector.
+// Products with weights of any DType, without torch, for processors with a matrix unit, AVX-512,
+// AVX2 or NEON. Others' are bound by what few rows leave idle and, of bfloat16 where there is no
+// matrix unit, by the dot instruction, which Intel's processors run at half the speed of fp32, or
+// by having none. Sums are fp32, in the order of the inputs but in a matrix unit (dense_amx.h): a
+// row's result does not depend on the rows beside it, and in fp32 not on the width of a vector.
 
 namespace epikv {
 
@@ -35,13 +35,13 @@ void PackDenseBlock(const void* weight, const DenseShape& shape, int64_t block, 
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight);
 
 // What the products are written for: float32; of the narrow ones fp32 as well, to which both sides
-// are widened; or, of bfloat16, the processor's product of pairs. With AVX-512; or, "Simd", with
-// AVX2 or NEON.
-enum class DensePath { kFloat32, kWidened, kPaired, kFloat32Simd, kWidenedSimd };
+// are widened; or, of bfloat16, the processor's product of pairs, or of tiles. With AVX-512; or,
+// "Simd", with AVX2 or NEON.
+enum class DensePath { kFloat32, kWidened, kPaired, kFloat32Simd, kWidenedSimd, kTiled };
 absl::string_view DensePathName(DensePath path);
 // Those of a dtype that this processor has, the fastest last; none without AVX2 or NEON.
 std::vector<DensePath> DensePaths(DType dtype);
-// nullopt: oneDNN is faster, as with a matrix unit of the dtype.
+// nullopt: there is none.
 std::optional<DensePath> FastestDensePath(DType dtype);
 
 // Rows that one call of MultiplyDense multiplies well: their sums stay in the caches.

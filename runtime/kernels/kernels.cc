@@ -165,6 +165,7 @@ void AttendBlocks(AttentionPath path, const PrefillLane& lane, const LaneShape& 
   if (path == AttentionPath::kAvx512BFloat16) {
     return AttendAvx512BFloat16(lane, shape, left, scratch);
   }
+  if (path == AttentionPath::kAmx) return AttendAmx(lane, shape, left, scratch);
   if (path == AttentionPath::kAvx512) return AttendAvx512(lane, shape, left, scratch);
   AttendSimd(lane, shape, left, scratch);
 }
@@ -405,10 +406,12 @@ std::vector<AttentionPath> AttentionPaths(const LaneShape& shape) {
     paths.insert(ThisProcessor().fast_bf16_pairs ? paths.end() : paths.end() - 1,
                  AttentionPath::kAvx512BFloat16);
   }
+  if (CanAttendAmx(shape)) paths.push_back(AttentionPath::kAmx);
   return paths;
 }
 
 AttentionPath FastestAttentionPath(const LaneShape& shape) {
+  if (CanAttendAmx(shape)) return AttentionPath::kAmx;
   if (ThisProcessor().fast_bf16_pairs && CanAttendAvx512BFloat16(shape)) {
     return AttentionPath::kAvx512BFloat16;
   }
@@ -426,6 +429,8 @@ absl::string_view AttentionPathName(AttentionPath path) {
       return "AVX-512";
     case AttentionPath::kAvx512BFloat16:
       return "AVX-512 BF16";
+    case AttentionPath::kAmx:
+      return "AMX";
   }
   return "";
 }

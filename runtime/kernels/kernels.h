@@ -46,7 +46,7 @@ struct LaneShape {
 };
 
 // What the inner loops of attention are written for.
-enum class AttentionPath { kAnywhere, kSimd, kAvx512, kAvx512BFloat16 };
+enum class AttentionPath { kAnywhere, kSimd, kAvx512, kAvx512BFloat16, kAmx };
 absl::string_view AttentionPathName(AttentionPath path);
 
 // Those that this processor has for a shape, the fastest last; and that one alone.

@@ -12,6 +12,7 @@
 
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
+#include "runtime/kernels/quantized_amx.h"
 #include "runtime/kernels/quantized_simd.h"
 #include "runtime/kernels/simd.h"
 
@@ -25,6 +26,7 @@ namespace {
 // its lower half, and the same of the next quad in its upper.
 constexpr int64_t kBlock = kQuantizedBlock;
 constexpr int64_t kQuad = 4;
+constexpr int64_t kFewestOfTiles = 12;  // rows from which a matrix unit is faster
 
 int32_t ZeroOf(const QuantizedShape& shape) { return shape.bits == 8 ? 128 : 8; }
 int64_t GroupBytes(const QuantizedShape& shape) {
@@ -323,6 +325,8 @@ absl::string_view QuantizedPathName(QuantizedPath path) {
   switch (path) {
     case QuantizedPath::kAvx512Vnni:
       return "AVX-512 VNNI";
+    case QuantizedPath::kAmx:
+      return "AMX";
     case QuantizedPath::kSimd:
       return SimdName();
     case QuantizedPath::kNeonDot:
@@ -337,7 +341,10 @@ std::vector<QuantizedPath> QuantizedPaths() {
   std::vector<QuantizedPath> paths = {QuantizedPath::kAnywhere};
   if (HasSimd()) paths.push_back(QuantizedPath::kSimd);
   if (ThisProcessor().neon_dot) paths.push_back(QuantizedPath::kNeonDot);
-  if (ThisProcessor().avx512_vnni) paths.push_back(QuantizedPath::kAvx512Vnni);
+  if (ThisProcessor().avx512_vnni) {
+    paths.push_back(QuantizedPath::kAvx512Vnni);
+    if (ThisProcessor().amx_int8) paths.push_back(QuantizedPath::kAmx);
+  }
   return paths;
 }
 
@@ -357,13 +364,16 @@ void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape
 
 void MultiplyBlock(QuantizedPath path, const QuantizedRows& x, const void* packed,
                    const QuantizedShape& shape, int64_t block, float* out) {
+  const uint8_t* const first = GroupAt(packed, shape, block, /*group=*/0);
 #ifdef EPIKV_VNNI
-  if (path == QuantizedPath::kAvx512Vnni) {
+  if (path == QuantizedPath::kAmx && x.rows >= kFewestOfTiles && CanMultiplyTiles(shape)) {
+    return MultiplyBlockTiles(x, first, shape, out);
+  }
+  if (path == QuantizedPath::kAvx512Vnni || path == QuantizedPath::kAmx) {
     return shape.bits == 8 ? MultiplyVnni<8>(x, packed, shape, block, out)
                            : MultiplyVnni<4>(x, packed, shape, block, out);
   }
 #endif
-  const uint8_t* const first = GroupAt(packed, shape, block, /*group=*/0);
   if (path == QuantizedPath::kSimd) return MultiplyBlockSimd(x, first, shape, out);
   if (path == QuantizedPath::kNeonDot) return MultiplyBlockNeonDot(x, first, shape, out);
   MultiplyAnywhere(x, packed, shape, block, out);

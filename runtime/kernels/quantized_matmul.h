@@ -52,9 +52,9 @@ struct QuantizedRows {
   int32_t* sums = nullptr;   // [rows, groups], of values
 };
 
-// What the products are written for. All give the same bits.
-// With AVX2 or NEON: kSimd.
-enum class QuantizedPath { kAnywhere, kSimd, kNeonDot, kAvx512Vnni };
+// What the products are written for. All give the same bits. kSimd: with AVX2 or NEON. kAmx: by a
+// matrix unit; of few rows, of 4 bits, or of groups that do not fill its tiles, as kAvx512Vnni.
+enum class QuantizedPath { kAnywhere, kSimd, kNeonDot, kAvx512Vnni, kAmx };
 absl::string_view QuantizedPathName(QuantizedPath path);
 // Those that this processor has, the fastest last.
 std::vector<QuantizedPath> QuantizedPaths();

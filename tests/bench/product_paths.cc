@@ -3,7 +3,7 @@
 //
 //   product_paths [OUTPUTS INPUTS]
 //
-// Prints microseconds of x weight^T on one thread, of 1 to 96 rows: the least of 24 runs, over
+// Prints microseconds of x weight^T on one thread, of 1 to 512 rows: the least of 24 runs, over
 // weights that the caches do not hold. With ONEDNN_MAX_CPU_ISA=AVX2, MKL_ENABLE_INSTRUCTIONS=AVX2
 // and ATEN_CPU_CAPABILITY=avx2 LibTorch's are those of a processor without AVX-512.
 #include <ATen/ATen.h>
@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <string>
@@ -31,7 +32,7 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kRows[] = {1, 2, 4, 8, 16, 32, 96};
+constexpr int64_t kRows[] = {1, 2, 4, 8, 16, 32, 96, 512};
 constexpr int kRuns = 24;
 constexpr int64_t kWeightBytes = 64 << 20;  // of all that are multiplied in turn
 constexpr int64_t kReadAhead = 64 << 10;    // what products fetch behind a weight
@@ -89,7 +90,11 @@ void OfDense(DType dtype, int64_t outputs, int64_t inputs) {
                        static_cast<char*>(prepared.get()) + r * row_bytes);
         }
         for (int64_t block = 0; block < DenseBlocks(shape); ++block) {
-          MultiplyDense(path, prepared.get(), rows, packed[i].get(), shape, block, sums.data());
+          for (int64_t first = 0; first < rows; first += kDenseRows) {
+            MultiplyDense(path, static_cast<char*>(prepared.get()) + first * row_bytes,
+                          std::min(kDenseRows, rows - first), packed[i].get(), shape, block,
+                          sums.data() + first * kDenseBlock);
+          }
         }
       });
     }
@@ -107,7 +112,7 @@ void OfIntegers(int64_t bits, int64_t outputs, int64_t inputs) {
     packed.push_back(Aligned(PackedWeightBytes(shape) + kReadAhead));
     PackWeight(integers.data(), scales.data(), shape, packed.back().get());
   }
-  const at::Tensor x = at::randn({kRows[6], inputs});
+  const at::Tensor x = at::randn({kRows[std::size(kRows) - 1], inputs});
   for (const int64_t rows : kRows) {
     std::vector<int8_t> values(rows * inputs);
     std::vector<float> of_groups(rows * shape.groups()), sums(rows * kQuantizedBlock);

@@ -18,6 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/float16.h"
+#include "runtime/base/processor.h"
 
 namespace epikv {
 namespace dense_matmul_test {
@@ -106,18 +107,44 @@ TEST(DenseMatmul, PackedWeightsAreWhatTheyWere) {
   }
 }
 
-TEST(DenseMatmul, AllButBFloat16IsOursWhereThereIsAPath) {
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16}) {
-    EXPECT_EQ(FastestDensePath(dtype).has_value(), !DensePaths(dtype).empty());
+TEST(DenseMatmul, TheFastestPathIsTheLast) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const std::vector<DensePath> paths = DensePaths(dtype);
+    const std::optional<DensePath> fastest = FastestDensePath(dtype);
+    ASSERT_EQ(fastest.has_value(), !paths.empty());
+    if (fastest.has_value()) {
+      EXPECT_EQ(fastest, paths.back());
+    }
   }
 }
 
-TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    const std::optional<DensePath> fastest = FastestDensePath(dtype);
-    if (fastest.has_value()) {
-      EXPECT_EQ(fastest, DensePaths(dtype).back());
+// As Intel's manual has TDPBF16PS: of 32 inputs the even ones and the odd ones are summed apart,
+// each product and its sum rounded once, and both are added to what is there.
+TEST(DenseMatmul, AMatrixUnitSumsAsItsManualSays) {
+  if (!ThisProcessor().amx_bf16) GTEST_SKIP() << "this processor has no matrix unit";
+  constexpr int64_t kStep = 32, kRows = 17;
+  for (const DenseShape shape :
+       {DenseShape{65, 7, DType::kBFloat16}, DenseShape{130, 200, DType::kBFloat16},
+        DenseShape{64, 1024, DType::kBFloat16}}) {
+    const int64_t width = DenseBlocks(shape) * kDenseBlock;
+    const std::vector<float> weight = Noise(shape.outputs * shape.inputs, 11, shape.dtype),
+                             x = Noise(kRows * shape.inputs, 12, shape.dtype);
+    std::vector<float> expected(kRows * width);
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t o = 0; o < shape.outputs; ++o) {
+        float& sum = expected[r * width + o];
+        for (int64_t begin = 0; begin < shape.inputs; begin += kStep) {
+          float parts[2] = {};
+          for (int64_t i = begin; i < std::min(shape.inputs, begin + kStep); ++i) {
+            parts[i % 2] =
+                std::fma(x[r * shape.inputs + i], weight[o * shape.inputs + i], parts[i % 2]);
+          }
+          sum += parts[0] + parts[1];
+        }
+      }
     }
+    EXPECT_THAT(Product(DensePath::kTiled, x, Packed(weight, shape).get(), shape),
+                ElementsAreArray(expected));
   }
 }
 
@@ -222,6 +249,7 @@ TEST_P(OfPath, WhatIsNoNumberStaysInItsRow) {
 // product and its sum.
 TEST_P(OfPath, Float32SumsAreTheSameOnEveryProcessor) {
   if (path() == DensePath::kPaired) GTEST_SKIP() << "its products are rounded in pairs";
+  if (path() == DensePath::kTiled) GTEST_SKIP() << "a matrix unit has an order of its own";
   const int64_t outputs = shape().outputs, inputs = shape().inputs;
   const std::vector<float> weight = Noise(outputs * inputs, 9, dtype());
   const Memory packed = Packed(weight, shape());
@@ -242,7 +270,8 @@ TEST_P(OfPath, Float32SumsAreTheSameOnEveryProcessor) {
 
 std::string NameOf(const testing::TestParamInfo<OfPath::ParamType>& info) {
   const auto& [kind, shape] = info.param;
-  const char* const names[] = {"Float32", "Widened", "Paired", "Float32Simd", "WidenedSimd"};
+  const char* const names[] = {"Float32",     "Widened",     "Paired",
+                               "Float32Simd", "WidenedSimd", "Tiled"};
   return absl::StrCat(names[static_cast<int>(kind.path)], "_", DTypeName(kind.dtype), "_",
                       shape.outputs, "x", shape.inputs);
 }

@@ -178,10 +178,12 @@ TEST_P(QuantizedMatmulTest, BitsOfARowDoNotDependOnItsNeighboursOrThePath) {
   const QuantizedShape& shape = GetParam();
   const Weights w = RandomWeights(shape, 5);
   const int64_t width = QuantizedBlocks(shape) * kQuantizedBlock;
-  Rows many = RandomRows(11, shape, 6);
+  constexpr int64_t kRows = 19;
+  Rows many = RandomRows(kRows, shape, 6);
   const std::vector<float> expected = Multiply(QuantizedPath::kAnywhere, many.View(), w);
   for (const QuantizedPath path : QuantizedPaths()) {
-    for (int64_t r = 0; r < 11; ++r) {
+    ASSERT_EQ(Multiply(path, many.View(), w), expected) << QuantizedPathName(path);
+    for (int64_t r = 0; r < kRows; ++r) {
       Rows one(1, shape);
       one.x.push_back(many.x[r]);
       QuantizeRow(path, one.x[0].data(), shape, 0, one.View());
