@@ -4,9 +4,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "policies/clones.h"
 #include "runtime/kernels/dense_matmul.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
 
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,amx-tile,amx-bf16")

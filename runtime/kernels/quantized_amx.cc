@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "policies/clones.h"
 #include "runtime/kernels/quantized_matmul.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
 
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,amx-tile,amx-int8")

@@ -353,6 +353,12 @@ QuantizedPath FastestQuantizedPath() {
   return fastest;
 }
 
+QuantizedPath FastestQuantizedPath(const QuantizedShape& shape) {
+  const QuantizedPath fastest = FastestQuantizedPath();
+  const bool fits = fastest != QuantizedPath::kAmx || CanMultiplyTiles(shape);
+  return fits ? fastest : QuantizedPath::kAvx512Vnni;
+}
+
 void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape, int64_t row,
                  const QuantizedRows& rows) {
   int8_t* const values = rows.values + row * shape.inputs;

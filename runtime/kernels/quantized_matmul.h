@@ -59,6 +59,7 @@ absl::string_view QuantizedPathName(QuantizedPath path);
 // Those that this processor has, the fastest last.
 std::vector<QuantizedPath> QuantizedPaths();
 QuantizedPath FastestQuantizedPath();
+QuantizedPath FastestQuantizedPath(const QuantizedShape& shape);
 
 // x [inputs] becomes row `row`.
 void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape, int64_t row,

@@ -23,8 +23,8 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// What is written to memory before it, tiles read behind it: GCC's tile loads do not tell the
-// compiler that they read.
+// What is written to memory before it, tiles read behind it: GCC's loads of tiles and of their
+// shapes do not tell the compiler all that they read.
 EPIKV_INLINE void TileFence() { asm volatile("" ::: "memory"); }
 
 // From here to its end this thread has tiles: 0 to 3 for sums, of `rows` rows; 4 for what is
@@ -37,6 +37,7 @@ class TileScope {
       shapes.rows[i] = static_cast<uint8_t>(i < 5 ? rows : words);
       shapes.row_bytes[i] = static_cast<uint16_t>(i == 4 ? words * 4 : kTileBytes);
     }
+    TileFence();
     _tile_loadconfig(&shapes);
     TileFence();
   }

@@ -89,7 +89,7 @@ at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,
   const QuantizedRows rows = Rows(x.numel() / shape_.inputs, shape_);
   const void* const packed = packed_.get();
   const DType dtype = DTypeOf(x.scalar_type());
-  const QuantizedPath path = FastestQuantizedPath();
+  const QuantizedPath path = FastestQuantizedPath(shape_);
   return linear.Run(
       x, bias,
       [&](const void* from, int64_t row) {

@@ -23,7 +23,9 @@ class PackedQuantizedWeight final : public PackedWeight {
   at::ScalarType bias_dtype() const override { return at::kFloat; }
   at::Tensor Dense(at::ScalarType dtype) const override;
   int64_t bytes() const override { return PackedWeightBytes(shape_); }
-  absl::string_view kernels() const override { return QuantizedPathName(FastestQuantizedPath()); }
+  absl::string_view kernels() const override {
+    return QuantizedPathName(FastestQuantizedPath(shape_));
+  }
 
  private:
   const QuantizedShape shape_;

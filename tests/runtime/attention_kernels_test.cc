@@ -466,9 +466,7 @@ TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
   ExpectExactRows(shape, 40, PrefillRows(shape), 19, 20);
 }
 
-// Of several threads, each of which has some of a lane's parts.
-TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
-  LaneShape shape = Shape({.group = 3, .key = 32, .value = 48});
+void ExpectPartsOfTheWhole(LaneShape shape) {
   for (const int64_t used : {kKeysOfPart, kKeysOfPart + 1, 2 * kKeysOfPart + 77}) {
     for (const char* how : {"all", "window", "reads", "a part that is not read", "soft cap"}) {
       SCOPED_TRACE(testing::Message() << used << " slots, " << how);
@@ -507,7 +505,7 @@ TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
                             .first_seen = p.first_seen,
                             .reads = p.reads};
         };
-        const std::vector<float> nothing(3 * 48);
+        const std::vector<float> nothing(shape.group * shape.value_width);
         Elements whole(shape.dtype, nothing), joined(shape.dtype, nothing);
         std::vector<float> logits(LogitFloats(shape, used)), of_parts(logits.size());
         DecodeAttention(path, lane(whole, logits), shape, scratch.data());
@@ -524,6 +522,12 @@ TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
       }
     }
   }
+}
+
+// Of several threads, each of which has some of a lane's parts.
+TEST_P(AttentionKernelsTest, PartsHaveTheBitsOfTheWhole) {
+  ExpectPartsOfTheWhole(Shape({.group = 3, .key = 32, .value = 48}));
+  ExpectPartsOfTheWhole(Shape({.group = 3, .key = 32, .value = 64}));  // of pairs and tiles, too
 }
 
 // A row's bits do not depend on those computed with it, of which some see a part more.

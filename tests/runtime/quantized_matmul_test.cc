@@ -112,7 +112,8 @@ INSTANTIATE_TEST_SUITE_P(
     , QuantizedMatmulTest,
     testing::Values(QuantizedShape{64, 128, 128, 8}, QuantizedShape{200, 384, 128, 8},
                     QuantizedShape{1, 32, 32, 8}, QuantizedShape{65, 24, 8, 8},
-                    QuantizedShape{130, 320, 64, 8}, QuantizedShape{64, 32, 32, 4},
+                    QuantizedShape{130, 320, 64, 8}, QuantizedShape{64, 192, 96, 8},
+                    QuantizedShape{64, 512, 256, 8}, QuantizedShape{64, 32, 32, 4},
                     QuantizedShape{130, 384, 32, 4}, QuantizedShape{63, 24, 8, 4},
                     QuantizedShape{257, 256, 128, 4}),
     [](const auto& info) {
@@ -195,6 +196,7 @@ TEST_P(QuantizedMatmulTest, BitsOfARowDoNotDependOnItsNeighboursOrThePath) {
 
 // The most that a pair of products may be, and what a file may hold beyond what is symmetric.
 TEST(QuantizedRowsTest, TheLargestProductsAreExact) {
+  constexpr int64_t kRows = 17;  // tiles are of 16
   const QuantizedShape shape = {.outputs = 64, .inputs = 64, .group = 32, .bits = 8};
   Weights w = RandomWeights(shape, 9);
   for (const int weight : {-128, 127}) {
@@ -204,9 +206,11 @@ TEST(QuantizedRowsTest, TheLargestProductsAreExact) {
       PackWeight(w.integers.data(), w.scales.data(), shape, w.packed.get());
       const std::vector<float> row(shape.inputs, x);
       for (const QuantizedPath path : QuantizedPaths()) {
-        Rows rows(1, shape);
-        rows.x.push_back(row);
-        QuantizeRow(path, row.data(), shape, 0, rows.View());
+        Rows rows(kRows, shape);
+        for (int64_t r = 0; r < kRows; ++r) {
+          rows.x.push_back(row);
+          QuantizeRow(path, row.data(), shape, r, rows.View());
+        }
         const float expected = x * static_cast<float>(weight * shape.inputs);
         for (const float out : Multiply(path, rows.View(), w)) {
           EXPECT_NEAR(out, expected, 1e-3) << QuantizedPathName(path);
@@ -219,15 +223,22 @@ TEST(QuantizedRowsTest, TheLargestProductsAreExact) {
 TEST(QuantizedRowsTest, ARowOfZerosIsZeroAndNaNIsNotHidden) {
   const QuantizedShape shape = {.outputs = 64, .inputs = 64, .group = 32, .bits = 8};
   const Weights w = RandomWeights(shape, 7);
-  Rows rows(2, shape);
-  rows.x = {std::vector<float>(64), std::vector<float>(64, 1.0f)};
-  rows.x[1][40] = std::numeric_limits<float>::quiet_NaN();
-  for (int64_t r = 0; r < 2; ++r) QuantizeRow(rows.x[r].data(), shape, r, rows.View());
-  for (const QuantizedPath path : QuantizedPaths()) {
-    const std::vector<float> out = Multiply(path, rows.View(), w);
-    for (int64_t o = 0; o < 64; ++o) {
-      EXPECT_EQ(out[o], 0) << QuantizedPathName(path);
-      EXPECT_TRUE(std::isnan(out[64 + o])) << QuantizedPathName(path);
+  for (const int64_t count : {2, 18}) {  // tiles are of 16
+    Rows rows(count, shape);
+    for (int64_t r = 0; r < count; ++r) {  // zeros, and a NaN, in turn
+      rows.x.emplace_back(64, r % 2 == 0 ? 0.0f : 1.0f);
+      if (r % 2 == 1) rows.x[r][40] = std::numeric_limits<float>::quiet_NaN();
+      QuantizeRow(rows.x[r].data(), shape, r, rows.View());
+    }
+    for (const QuantizedPath path : QuantizedPaths()) {
+      const std::vector<float> out = Multiply(path, rows.View(), w);
+      for (int64_t i = 0; i < count * 64; ++i) {
+        if (i / 64 % 2 == 0) {
+          EXPECT_EQ(out[i], 0) << QuantizedPathName(path);
+        } else {
+          EXPECT_TRUE(std::isnan(out[i])) << QuantizedPathName(path);
+        }
+      }
     }
   }
 }
