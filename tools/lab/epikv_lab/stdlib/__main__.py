@@ -38,15 +38,73 @@ def texts(sources: Path) -> None:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--tokens", default=16_000_000, show_default=True)
 @click.option("--threads", default=2, show_default=True)
+@click.option("--compile", "compiled", is_flag=True, help="By torch.compile, a third faster.")
 @SOURCES
-def train(folder: Path, seed: int, tokens: int, threads: int, sources: Path) -> None:
+def train(
+    folder: Path, seed: int, tokens: int, threads: int, compiled: bool, sources: Path
+) -> None:
     """Train a model into FOLDER, or go on with the run found there."""
     import torch
 
     from epikv_lab.stdlib.train import Recipe, Run
 
     torch.set_num_threads(threads)
-    Run(Recipe(seed=seed, tokens=tokens), folder, sources).train()
+    Run(Recipe(seed=seed, tokens=tokens), folder, sources, compiled=compiled).train()
+
+
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--policy", "policies", multiple=True, help="Default: all that need no calibration.")
+@click.option("--passages", default=48, show_default=True)
+@click.option("--at-once", default=16, show_default=True)
+@click.option("--binary", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@SOURCES
+def judge(
+    model: Path,
+    out: Path,
+    policies: tuple[str, ...],
+    passages: int,
+    at_once: int,
+    binary: Path | None,
+    sources: Path,
+) -> None:
+    """Say what policies cost MODEL, exported from a folder of `train`, on files that it never read.
+
+    What was run is kept in OUT, a line each, and not run again.
+    """
+    from epikv import harness
+    from epikv.eval.plan import SLACK, arms
+
+    from epikv_lab.stdlib import corpus, judge
+
+    with harness.serving(
+        lambda: model,
+        server=None,
+        metrics=None,
+        binary=harness.built_binary(binary),
+    ) as served:
+        client = served.client
+        [info] = client.models()
+        catalog = client.policies()
+        wanted = policies or tuple(
+            p.name
+            for p in catalog
+            if not p.evaluation_only and (p.has_artefact or not p.needs_artefact)
+        )
+        texts = corpus.texts(corpus.fetch(sources))
+        try:
+            judge.bind(out, info.weights, corpus.digest(texts), SLACK)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+        read = judge.passages(client.tokenizer(), texts, passages)
+        compared = arms(catalog, wanted, SLACK, oracle=False)
+        for done, _ in enumerate(
+            judge.judge(client, info.name, read, compared, out, at_once), start=1
+        ):
+            if done % 100 == 0:
+                harness.say(f"{done} done")
+    click.echo(judge.table(judge.costs(out)))
 
 
 if __name__ == "__main__":
