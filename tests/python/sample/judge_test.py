@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from epikv.errors import RpcError
 from epikv.eval.plan import FULL, Arm
 from epikv.messages import ScoreResponse, TopLogprobs
 from epikv.options import Kv
 from epikv_lab.stdlib import corpus, judge
+from grpc import StatusCode
 
 ARMS = [Arm(name, name, {}, 0) for name in (FULL, "random", "knorm")]
 
@@ -109,7 +111,7 @@ def run(tmp_path: Path) -> Callable[[Client, int], list[judge.Cost]]:
     def ran(client: Any, count: int) -> list[judge.Cost]:
         out = tmp_path / "costs.jsonl"
         judge.bind(out, "weights", "texts", slack=0)
-        return list(judge.judge(client, "m", passages[:count], ARMS, out, at_once=2))
+        return list(judge.judge(client, "m", passages[:count], ARMS, out, 2, {}))
 
     return ran
 
@@ -125,6 +127,27 @@ def test_nothing_is_run_twice(run: Callable[[Client, int], list[judge.Cost]]) ->
     assert run(third := Client(), 3) == [] and third.asked == []
 
 
+def test_arms_that_are_refused_are_left_out(tmp_path: Path) -> None:
+    class Refuses(Client):
+        def score(
+            self, prompt: list[int], forced: list[int], *, kv: Kv, seed: int, **more: Any
+        ) -> ScoreResponse:
+            if kv.policy == "knorm":
+                self.asked.append((kv.policy, kv.budget))
+                raise RpcError(StatusCode.INVALID_ARGUMENT, "no knorm here")
+            return super().score(prompt, forced, kv=kv, seed=seed, **more)
+
+    out, refused, client = tmp_path / "costs.jsonl", dict[str, str](), Refuses()
+    judge.bind(out, "weights", "texts", slack=0)
+    passages = [judge.Passage(str(i), [0] * 1022, [1, 1], far=[]) for i in range(3)]
+    asked: Any = client
+    found = list(judge.judge(asked, "m", passages, ARMS, out, 2, refused))
+    assert {of.arm for of in found} == {"random"} and len(found) == 3 * len(judge.SHARES)
+    assert list(refused) == ["knorm"] and "no knorm here" in refused["knorm"]
+    assert sum(policy == "knorm" for policy, _ in client.asked) == len(judge.SHARES)
+    assert "| none |" in judge.table(found)
+
+
 def test_costs_of_another_model_are_not_mixed_in_and_a_cut_line_is_run_again(
     run: Callable[[Client, int], list[judge.Cost]], tmp_path: Path
 ) -> None:
@@ -133,7 +156,8 @@ def test_costs_of_another_model_are_not_mixed_in_and_a_cut_line_is_run_again(
     with pytest.raises(ValueError, match="of another model"):
         judge.bind(out, "others", "texts", slack=0)
     out.write_text(out.read_text()[:-5])
-    assert judge.costs(out) == whole[:-1]
+    assert run(Client(), 2) == whole[-1:]
+    assert judge.costs(out) == whole
 
 
 def test_a_table_has_who_costs_least_first(

@@ -56,8 +56,13 @@ def train(
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--policy", "policies", multiple=True, help="Default: all that need no calibration.")
-@click.option("--passages", default=48, show_default=True)
+@click.option("--passages", default=24, show_default=True)
 @click.option("--at-once", default=16, show_default=True)
+@click.option(
+    "--artefact-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Of calibrations: policies that need them are judged, too.",
+)
 @click.option("--binary", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @SOURCES
 def judge(
@@ -66,6 +71,7 @@ def judge(
     policies: tuple[str, ...],
     passages: int,
     at_once: int,
+    artefact_dir: Path | None,
     binary: Path | None,
     sources: Path,
 ) -> None:
@@ -80,6 +86,7 @@ def judge(
 
     with harness.serving(
         lambda: model,
+        [f"--artefact_dir={artefact_dir}"] if artefact_dir else [],
         server=None,
         metrics=None,
         binary=harness.built_binary(binary),
@@ -99,12 +106,14 @@ def judge(
             raise click.ClickException(str(error)) from error
         read = judge.passages(client.tokenizer(), texts, passages)
         compared = arms(catalog, wanted, SLACK, oracle=False)
-        for done, _ in enumerate(
-            judge.judge(client, info.name, read, compared, out, at_once), start=1
-        ):
+        refused: dict[str, str] = {}
+        found = judge.judge(client, info.name, read, compared, out, at_once, refused)
+        for done, _ in enumerate(found, start=1):
             if done % 100 == 0:
                 harness.say(f"{done} done")
     click.echo(judge.table(judge.costs(out)))
+    for arm, why in refused.items():
+        click.echo(f"not run: {arm}: {why}", err=True)
 
 
 if __name__ == "__main__":

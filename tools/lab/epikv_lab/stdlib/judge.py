@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from epikv.client import Client
+from epikv.errors import InvalidRequest
 from epikv.eval.plan import FULL, RANDOM, Arm
 from epikv.messages import ScoreResponse, TopLogprobs
 from epikv.options import Kv
@@ -25,8 +26,9 @@ from tokenizers import Tokenizer
 
 from epikv_lab.stdlib import corpus
 
-PROMPT, FORCED = 768, 256  # tokens of a passage
-SHARES = (0.5, 0.35, 0.25, 0.15)  # budgets, of those
+PROMPT, FORCED = 128, 896  # tokens of a passage
+JUDGED = 512  # of these the last: at their first a budget of a half is full
+SHARES = (0.5, 0.35, 0.25, 0.15)  # budgets, of a passage's tokens
 FAR = 512  # tokens back, or more
 TOP = 20  # likeliest tokens that are told of each place
 _LEAST = 1e-6  # of the probability of all other tokens: what float32 tells from 0
@@ -34,7 +36,7 @@ _LEAST = 1e-6  # of the probability of all other tokens: what float32 tells from
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of one file. far: places in `forced` whose word was last written far back."""
+    """Tokens of one file. far: places in `forced`, of those that are judged, whose word was last written far back."""
 
     name: str
     prompt: list[int]
@@ -44,7 +46,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one arm says of one passage beside `full`. All are sums over places."""
+    """What one arm says of one passage beside `full`. All are sums over the places that are judged."""
 
     passage: str
     arm: str
@@ -69,7 +71,8 @@ def passages(tokenizer: Tokenizer, read: Sequence[corpus.Text], most: int) -> li
         if begin < 0:
             continue
         ids = ids[begin : begin + PROMPT + FORCED]
-        far = [i - PROMPT for i in range(PROMPT, len(ids)) if is_far(tokenizer, ids, i)]
+        judged = range(len(ids) - JUDGED, len(ids))
+        far = [i - PROMPT for i in judged if is_far(tokenizer, ids, i)]
         found.append(Passage(text.name, ids[:PROMPT], ids[PROMPT:], far))
     chosen = np.linspace(0, len(found) - 1, min(most, len(found))).astype(int)
     return [found[i] for i in chosen]
@@ -89,22 +92,22 @@ def is_far(tokenizer: Tokenizer, ids: Sequence[int], at: int) -> bool:
 
 def cost(passage: Passage, arm: str, budget: int, said: ScoreResponse, full: ScoreResponse) -> Cost:
     """What an arm said, held against what `full` said of the same passage."""
-    likeliest = [tops.token_ids[0] for tops in said.top_logprobs]
-    of_full = [tops.token_ids[0] for tops in full.top_logprobs]
+    places = range(max(0, len(passage.forced) - JUDGED), len(passage.forced))
+    likeliest, of_full = ([tops.token_ids[0] for tops in of.top_logprobs] for of in (said, full))
     known = [i for i in passage.far if of_full[i] == passage.forced[i]]
     divergences = (
-        divergence(_told(full, i, token), _told(said, i, token))
-        for i, token in enumerate(passage.forced)
+        divergence(_told(full, i, passage.forced[i]), _told(said, i, passage.forced[i]))
+        for i in places
     )
     return Cost(
         passage=passage.name,
         arm=arm,
         budget=budget,
-        places=len(passage.forced),
-        nats=-sum(said.logprobs),
-        nats_full=-sum(full.logprobs),
+        places=len(places),
+        nats=-sum(said.logprobs[i] for i in places),
+        nats_full=-sum(full.logprobs[i] for i in places),
         kl=sum(divergences),
-        same=sum(a == b for a, b in zip(likeliest, of_full, strict=True)),
+        same=sum(likeliest[i] == of_full[i] for i in places),
         known=len(known),
         kept=sum(likeliest[i] == passage.forced[i] for i in known),
     )
@@ -132,8 +135,12 @@ def judge(
     arms: Sequence[Arm],
     out: Path,
     at_once: int,
+    refused: dict[str, str],
 ) -> Iterator[Cost]:
-    """Runs what `out` does not have, and adds it there, a line each. Yields what is new. out: bound by `bind`."""
+    """Runs what `out` does not have, and adds it there, a line each. Yields what is new.
+
+    out: bound by `bind`. refused: gets the arms that the daemon refuses, and why; they are left out.
+    """
     have = {(of.passage, of.arm, of.budget) for of in costs(out)}
     with out.open("a") as file, ThreadPoolExecutor(at_once) as threads:
         for passage in read:
@@ -142,13 +149,17 @@ def judge(
                 (arm, budget)
                 for arm in arms
                 for budget in (round(share * tokens) for share in SHARES)
-                if arm.policy != FULL and (passage.name, arm.label, budget) not in have
+                if arm.policy != FULL
+                and arm.label not in refused
+                and (passage.name, arm.label, budget) not in have
             ]
             if not wanted:
                 continue
             full = _score(client, model, passage, Kv(FULL))
-            held = partial(_held, client, model, passage, full)
+            held = partial(_held, client, model, passage, full, refused)
             for found in threads.map(held, wanted):
+                if found is None:
+                    continue
                 file.write(json.dumps(asdict(found)) + "\n")
                 file.flush()
                 yield found
@@ -162,16 +173,18 @@ def bind(out: Path, model: str, texts: str, slack: int) -> None:
         "slack": slack,
         "prompt": PROMPT,
         "forced": FORCED,
+        "judged": JUDGED,
         "far": FAR,
         "top": TOP,
     }
     line = json.dumps(facts) + "\n"
-    if not out.exists() or not out.read_text():
-        out.write_text(line)
-    elif not out.read_text().startswith(line):
+    have = out.read_text() if out.exists() else ""
+    if have and not have.startswith(line):
         raise ValueError(
             f"{out} holds costs of another model, of other texts, or measured in another way"
         )
+    whole = [each for each in have.splitlines(keepends=True) if each.endswith("\n")]
+    out.write_text("".join(whole) or line)  # a kill may have cut the last one short
 
 
 def _score(client: Client, model: str, passage: Passage, kv: Kv) -> ScoreResponse:
@@ -183,19 +196,25 @@ def _score(client: Client, model: str, passage: Passage, kv: Kv) -> ScoreRespons
 
 
 def _held(
-    client: Client, model: str, passage: Passage, full: ScoreResponse, of: tuple[Arm, int]
-) -> Cost:
+    client: Client,
+    model: str,
+    passage: Passage,
+    full: ScoreResponse,
+    refused: dict[str, str],
+    of: tuple[Arm, int],
+) -> Cost | None:
     arm, budget = of
     kv = Kv(arm.policy, budget, arm.params, equal_protection=True)
-    return cost(passage, arm.label, budget, _score(client, model, passage, kv), full)
+    try:
+        return cost(passage, arm.label, budget, _score(client, model, passage, kv), full)
+    except InvalidRequest as error:
+        refused[arm.label] = str(error)
+        return None
 
 
 def costs(path: Path) -> list[Cost]:
-    """What a file of `judge` holds; nothing if there is none. A last line that was cut short does not count."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)[1:]
-    return [Cost(**json.loads(line)) for line in lines if line.endswith("\n")]
+    """What a file of `judge` holds."""
+    return [Cost(**json.loads(line)) for line in path.read_text().splitlines()[1:]]
 
 
 def table(found: Iterable[Cost]) -> str:
