@@ -178,3 +178,6 @@ def test_a_table_has_who_costs_least_first(
     assert [row[2].split()[:1] for row in rows] == [[f"{more:.3f}"], [f"{more - kl:.3f}"], []]
     assert [row[3].split()[0] for row in rows] == ["1.000", "1.500", "1.667"]
     assert all("n = 2" in row[5] for row in rows)
+    ranked = judge.ranking(found, 512)
+    assert ranked["best"] == 0 and ranked["knorm"] == pytest.approx(kl, abs=1e-6)
+    assert judge.ranking(found, 154)["random"] > ranked["random"] > ranked["knorm"]

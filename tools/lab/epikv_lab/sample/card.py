@@ -1,7 +1,8 @@
 """The generated parts of the model card, of the tournament's page and of the README.
 
 Everything is made anew from what each seed's folder holds: tournament.jsonl, pair.jsonl and
-lengths.jsonl (epikv_lab.sample.measure), need.json, calibration.json and log.jsonl.
+lengths.jsonl (epikv_lab.sample.measure), need.json, calibration.json and log.jsonl; of real text,
+what tools/lab/text holds.
 """
 
 import json
@@ -21,6 +22,7 @@ from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
 from epikv_lab.sample.measure import GATES, MODELS, calibrated, folders, scores_of
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
+from epikv_lab.stdlib import page as real_text
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
@@ -46,11 +48,12 @@ def pages() -> dict[Path, str]:
         "curves": _curves,
         **reproduction.parts(),
         **claims.parts(),
+        **real_text.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
     pages = MODELS.parents[1] / "docs"
     files = [pages / "what-policies-keep.md", *(MODELS / name for name in names)]
-    files += [reproduction.PAGE, claims.PAGE]
+    files += [reproduction.PAGE, claims.PAGE, real_text.PAGE]
     return {file: _filled(file.read_text(), parts) for file in files}
 
 

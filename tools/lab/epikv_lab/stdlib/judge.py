@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from epikv_lab.stdlib import corpus
 
-PROMPT, FORCED = 128, 896  # tokens of a passage
+PROMPT, FORCED = 32, 992  # tokens of a passage
 JUDGED = 512  # of these the last: at their first a budget of a half is full
 SHARES = (0.5, 0.35, 0.25, 0.15)  # budgets, of a passage's tokens
 FAR = 512  # tokens back, or more
@@ -242,6 +242,15 @@ def table(found: Iterable[Cost]) -> str:
             ]
         lines.append("")
     return "\n".join(lines)
+
+
+def ranking(found: Iterable[Cost], budget: int) -> dict[str, float]:
+    """KL a token at a budget, by arm."""
+    by_arm: dict[str, list[Cost]] = {}
+    for each in found:
+        if each.budget == budget:
+            by_arm.setdefault(each.arm, []).append(each)
+    return {arm: _kl(of).value for arm, of in by_arm.items()}
 
 
 def _kl_in(costs_of: Mapping[str, Sequence[Cost]]) -> Callable[[str], float]:
