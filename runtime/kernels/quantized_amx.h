@@ -5,7 +5,7 @@
 #include "runtime/kernels/quantized_matmul.h"
 
 // The products of quantized_matmul.h by a matrix unit (tiles.h), with weights of 8 bits. (Of 4 they
-// would have to be unpacked in memory, which leaves a tenth to gain.) Sums of integers are exact:
+// would have to be unpacked in memory, which leaves little to gain.) Sums of integers are exact:
 // the bits are those of every other path.
 
 namespace epikv {

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 from epikv.stats import Estimate, bootstrap
+from scipy.stats import rankdata
 
 from epikv_lab.sample.measure import MODELS, scores_of
 from epikv_lab.sample.scores import NOT_RUN, solved, table_row
@@ -47,16 +48,10 @@ def _solved(budget: str) -> dict[str, float]:
 
 def spearman(first: tuple[float, ...], second: tuple[float, ...]) -> float:
     """Of two figures of the same things; equal ones share their ranks. 0 where all are equal."""
-    ranks = np.stack([_ranks(np.array(of)) for of in (first, second)])
+    ranks = rankdata([first, second], axis=1)
     if np.ptp(ranks, axis=1).min() == 0:
         return 0.0
     return float(np.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return ((2 * ends - counts - 1) / 2)[place]
 
 
 def _shown(of: Estimate) -> str:
