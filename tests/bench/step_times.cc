@@ -3,6 +3,8 @@
 //   step_times MODEL DEVICE CACHED STREAMS,.. POLICY,.. [STEPS]
 //
 // STREAMS decode together, each with CACHED tokens in its cache or, under `full`, some tokens more.
+// A POLICY may say how tokens are drawn, NAME:TEMPERATURE or NAME:TEMPERATURE:TOP_P; else they are
+// the likeliest.
 // Prints a line for each number of streams and policy; of a GPU also what LibTorch's profiler saw
 // of eight more steps.
 #include <ATen/Context.h>
@@ -67,6 +69,23 @@ struct Kernel {
   double milliseconds = 0;
 };
 
+// POLICY of the command line.
+struct Asked {
+  std::string text, policy;
+  SamplingParams sampling;
+};
+
+Asked AskedBy(absl::string_view text) {
+  const std::vector<std::string> parts = absl::StrSplit(text, ':');
+  Asked asked = {.text = std::string(text), .policy = parts[0], .sampling = {.temperature = 0.0f}};
+  for (size_t i = 1; i < parts.size(); ++i) {
+    float number = 0;
+    if (i > 2 || !absl::SimpleAtof(parts[i], &number)) Die("POLICY is NAME[:TEMPERATURE[:TOP_P]]");
+    (i == 1 ? asked.sampling.temperature : asked.sampling.top_p) = number;
+  }
+  return asked;
+}
+
 class Bench {
  public:
   explicit Bench(const RuntimeOptions& options) {
@@ -90,10 +109,10 @@ class Bench {
         std::move(loaded->executor), *tokenizer_, sums_);
   }
 
-  void Run(int64_t streams, const std::string& policy, int64_t cached, int64_t steps) {
+  void Run(int64_t streams, const Asked& asked, int64_t cached, int64_t steps) {
     const absl::Time begin = SteadyNow();
     std::vector<std::shared_ptr<Counter>> sinks;
-    for (int64_t i = 0; i < streams; ++i) sinks.push_back(Submit(i, policy, cached));
+    for (int64_t i = 0; i < streams; ++i) sinks.push_back(Submit(i, asked, cached));
     do {
       Step(sinks);
     } while (sums_.last.prefill_tokens > 0 || sums_.last.decode_tokens < streams);
@@ -108,7 +127,7 @@ class Bench {
     std::printf(
         "%4ld streams of %ld, %-18s %8.2f ms a step = %8.0f tokens/s; schedule %.2f, forward %.2f, "
         "sample %.2f, deliver %.2f, observe %.2f, evict %.2f; prompts %.0f tokens/s\n",
-        streams, cached, policy.c_str(), step, 1e3 * static_cast<double>(streams) / step,
+        streams, cached, asked.text.c_str(), step, 1e3 * static_cast<double>(streams) / step,
         of(Stage::kSchedule), of(Stage::kForward), of(Stage::kSample), of(Stage::kDeliver),
         of(Stage::kObserve), of(Stage::kEvict),
         1e3 * static_cast<double>(streams * cached) / prefill);
@@ -120,20 +139,21 @@ class Bench {
   }
 
  private:
-  std::shared_ptr<Counter> Submit(int64_t seed, const std::string& policy, int64_t cached) {
+  std::shared_ptr<Counter> Submit(int64_t seed, const Asked& asked, int64_t cached) {
     std::mt19937 rng(seed);
     RequestOptions options;
-    options.id = absl::StrCat(policy, "-", next_id_++);
+    options.id = absl::StrCat(asked.policy, "-", next_id_++);
     for (int64_t i = 0; i < cached - 16; ++i) {
       options.prompt.push_back(static_cast<int32_t>(rng() % admission_->manifest().vocab_size));
     }
     options.stop.ignore_end = true;
-    options.sampling.temperature = 0;
+    options.sampling = asked.sampling;
+    options.sampling.seed = seed;
     options.output.text = false;
-    options.kv.policy = policy;
+    options.kv.policy = asked.policy;
     options.kv.bypass_prefix_cache = true;
     options.stop.max_output_tokens = 1000;
-    if (policy != "full") {
+    if (asked.policy != "full") {
       options.kv.budget = cached;
       options.kv.protection.prompt = false;
     }
@@ -211,7 +231,7 @@ int Main(int argc, char** argv) {
     int64_t count = 0;
     if (!absl::SimpleAtoi(streams, &count)) Die("STREAMS are no numbers");
     for (const absl::string_view policy : absl::StrSplit(argv[5], ',')) {
-      bench.Run(count, std::string(policy), cached, steps);
+      bench.Run(count, AskedBy(policy), cached, steps);
     }
   }
   return 0;

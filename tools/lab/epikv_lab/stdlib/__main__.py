@@ -36,12 +36,23 @@ def texts(sources: Path) -> None:
 @main.command()
 @click.argument("folder", type=FOLDER)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--tokens", default=16_000_000, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), help="In place of the recipe's.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--compile", "compiled", is_flag=True, help="By torch.compile, a third faster.")
+@click.option("--device", default="cpu", show_default=True, help="Where it trains: cpu or cuda.")
+@click.option(
+    "--at-once", default=1, show_default=True, help="Windows that run together; a GPU wants 16."
+)
 @SOURCES
 def train(
-    folder: Path, seed: int, tokens: int, threads: int, compiled: bool, sources: Path
+    folder: Path,
+    seed: int,
+    tokens: int | None,
+    threads: int,
+    compiled: bool,
+    device: str,
+    at_once: int,
+    sources: Path,
 ) -> None:
     """Train a model into FOLDER, or go on with the run found there."""
     import torch
@@ -49,7 +60,8 @@ def train(
     from epikv_lab.stdlib.train import Recipe, Run
 
     torch.set_num_threads(threads)
-    Run(Recipe(seed=seed, tokens=tokens), folder, sources, compiled=compiled).train()
+    recipe = Recipe(seed=seed) if tokens is None else Recipe(seed=seed, tokens=tokens)
+    Run(recipe, folder, sources, compiled=compiled, device=device, at_once=at_once).train()
 
 
 @main.command()
