@@ -50,7 +50,7 @@ pack() {
     xargs -I{} cp -L {} "$pack/lib"
   strip "$pack"/lib/*
   cp -r tools/epikv tools/lab/epikv_lab "$pack/python"
-  locked grpcio grpcio-health-checking grpcio-status protobuf googleapis-common-protos >"$pack/python.txt"
+  locked click grpcio grpcio-health-checking grpcio-status protobuf googleapis-common-protos >"$pack/python.txt"
   pip download -q --require-hashes --no-deps --only-binary :all: --python-version "$python" --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
     --dest "$pack/wheels" -r "$pack/python.txt"

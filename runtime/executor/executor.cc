@@ -133,7 +133,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
   if (options_.device_path) {
     device_ = std::make_unique<DeviceForward>(*model_, shape_, ropes_, pool_, mass_rows_,
-                                              options_.recorder);
+                                              options_.recorder, options_.head_tokens);
   } else {
     const CpuForwardOptions cpu{.decode_kernel = options_.decode_kernel,
                                 .prefill_kernel = options_.prefill_kernel,

@@ -38,6 +38,9 @@ struct ExecutorOptions {
   bool device_path = false;
   // Of that device, and of no other executor; null: steps are not recorded.
   std::shared_ptr<GraphRecorder> recorder;
+  // And how many of a row's likeliest tokens come to the host to be drawn from. A nucleus is rarely
+  // larger; where it is, the row comes.
+  int64_t head_tokens = 1024;
   // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
   bool deterministic = false;
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of

@@ -19,11 +19,11 @@ absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
                                        const SamplingParams& sampling) {
   const WorkItem& work = *item.work;
   const Request& request = item.sequence->request;
-  if (!item.highest.empty()) {
-    const absl::StatusOr<int32_t> token =
-        CheckedArgmax(item.highest[i].logit, item.highest[i].token);
-    if (!token.ok()) return token.status();
-    return OutputToken{.token = *token};
+  if (!item.found.empty()) {
+    const StepItem::Found& found = item.found[i];
+    const absl::StatusOr<int32_t> likeliest = CheckedArgmax(found.highest, found.likeliest);
+    if (!likeliest.ok()) return likeliest.status();
+    return OutputToken{.token = found.token};
   }
   const bool forced = !work.forced.empty();
   const absl::Span<const float> logits = LogitsOf(item, item.logits.size(0) - work.num_outputs + i);

@@ -1,9 +1,15 @@
 #include "runtime/forward/device_forward.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <iterator>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -14,24 +20,27 @@
 namespace epikv {
 namespace {
 
-// Rotates the first channels of x [m, heads, width] in fp32. cos_sin [m, 1, 2 x half].
+// Logits that are drawn from at once: their running sums take 128 MiB.
+constexpr int64_t kDrawnLogits = 1 << 24;
+
+// Rotates the first channels of x [m, heads, width] in fp32. cos_sin [m, 1, 2 x half]. Kernels that
+// widen and narrow by themselves are fewer, but each takes three times as long.
 at::Tensor Rotated(const at::Tensor& x, const at::Tensor& cos_sin, bool interleaved) {
-  const int64_t half = cos_sin.size(2) / 2;
+  const int64_t half = cos_sin.size(2) / 2, rest = x.size(2) - 2 * half;
   if (half == 0) return x;
-  const at::Tensor wide = x.to(at::kFloat);
+  const auto first_of = [&](const at::Tensor& of) {
+    return interleaved ? of.slice(2, 0, 2 * half, 2) : of.narrow(2, 0, half);
+  };
+  const auto second_of = [&](const at::Tensor& of) {
+    return interleaved ? of.slice(2, 1, 2 * half, 2) : of.narrow(2, half, half);
+  };
   const at::Tensor cos = cos_sin.narrow(2, 0, half), sin = cos_sin.narrow(2, half, half);
-  const at::Tensor pairs = wide.narrow(2, 0, 2 * half);
-  const at::Tensor a = interleaved ? pairs.slice(2, 0, 2 * half, 2) : pairs.narrow(2, 0, half);
-  const at::Tensor b = interleaved ? pairs.slice(2, 1, 2 * half, 2) : pairs.narrow(2, half, half);
-  const at::Tensor first = at::addcmul(a * cos, b, sin, -1), second = at::addcmul(b * cos, a, sin);
-  std::vector<at::Tensor> parts;
-  if (interleaved) {
-    parts = {at::stack({first, second}, -1).flatten(2)};
-  } else {
-    parts = {first, second};
-  }
-  if (2 * half < x.size(2)) parts.push_back(wide.narrow(2, 2 * half, x.size(2) - 2 * half));
-  return at::cat(parts, 2).to(x.scalar_type());
+  const at::Tensor wide = x.to(at::kFloat), a = first_of(wide), b = second_of(wide);
+  at::Tensor turned = at::empty_like(wide), first = first_of(turned), second = second_of(turned);
+  at::addcmul_out(first, a * cos, b, sin, -1);
+  at::addcmul_out(second, b * cos, a, sin);
+  if (rest > 0) turned.narrow(2, 2 * half, rest).copy_(wide.narrow(2, 2 * half, rest));
+  return turned.to(x.scalar_type());
 }
 
 void CopyTo(absl::Span<float> to, const at::Tensor& from) {
@@ -41,6 +50,33 @@ void CopyTo(absl::Span<float> to, const at::Tensor& from) {
 
 absl::Span<const float> Floats(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
+// What tokens weigh, of rows of logits: exp((logit - highest) / temperature). fp32 [rows, vocab]
+at::Tensor WeightsOf(const at::Tensor& logits, const at::Tensor& highest, const at::Tensor& draws) {
+  const at::Tensor rows = draws[0].to(at::kLong);
+  const at::Tensor below =
+      logits.index_select(0, rows) - highest.index_select(0, rows).unsqueeze(1);
+  return (below / draws[1].to(at::kFloat).unsqueeze(1)).exp();
+}
+
+// head: the bits of logits, tokens, and of the row's total.
+void DrawFrom(absl::Span<const int32_t> head, bool whole, StepItem& item) {
+  const size_t count = head.size() / 2 - 1;
+  LogitsHead of = {.whole = whole};
+  for (size_t i = 0; i < count; ++i) {
+    of.likeliest.push_back({.token = head[count + i], .weight = std::bit_cast<float>(head[i])});
+  }
+  std::memcpy(&of.total, &head[2 * count], sizeof(of.total));
+  const Candidate first = of.likeliest.front();
+  StepItem::Found found = {.highest = first.weight, .likeliest = first.token};
+  if (std::isfinite(first.weight)) {
+    const std::optional<int32_t> token = DrawFromHead(
+        std::move(of), item.sequence->request.sampling, static_cast<uint64_t>(item.work->draw));
+    if (!token.has_value()) return;
+    found.token = *token;
+  }
+  item.found = {found};
 }
 
 }  // namespace
@@ -63,13 +99,15 @@ absl::Status DeviceForward::Supports(const Manifest& manifest) {
 
 DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
                              absl::Span<const RopeTable> ropes, KvPool& pool,
-                             LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder)
+                             LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder,
+                             int64_t head_tokens)
     : model_(model),
       shape_(shape),
       pool_(pool),
       mass_rows_(mass_rows),
       recorder_(model.writes_in_place() ? nullptr : std::move(recorder)),
-      group_(shape.num_heads / shape.num_kv_heads) {
+      group_(shape.num_heads / shape.num_kv_heads),
+      head_tokens_(head_tokens) {
   TORCH_CHECK(pool.num_rows() <= std::numeric_limits<int32_t>::max(), "the KV pool has ",
               pool.num_rows(),
               " rows, more than the GPU kernel can address: lower --kv_pool_bytes");
@@ -116,10 +154,11 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
   items_ = items;
   copy_.Drop();
   arrivals_.clear();
+  finds_.clear();
   tapped_.clear();
   kept_.assign(items.size(), {});
   latest_ = {};
-  read_argmax_.clear();
+  drawn_.clear();
   const at::Tensor logits = recorder_ != nullptr && CanBeRecorded() ? RunRecorded() : RunOnce();
   int64_t row = 0;
   for (StepItem& item : items) {
@@ -127,7 +166,7 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
     row += item.num_logits();
   }
   TORCH_CHECK(row == logits.size(0), "logits rows do not match the batch");
-  TakeHighest(logits);
+  TakeDrawn(logits);
   TakeSteps();
   for (StepItem& item : items) {
     if (!item.wants(Signal::kGate)) continue;
@@ -141,9 +180,28 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
     });
   }
   copy_.Run();
+  // Sequences change last, when nothing more can fail.
+  for (const std::function<void()>& find : finds_) find();
+  FetchUntold(logits);
   for (const std::function<void()>& arrival : arrivals_) arrival();
+  finds_.clear();
   arrivals_.clear();
   items_ = {};
+}
+
+// The rows whose heads did not tell, by a second copy.
+void DeviceForward::FetchUntold(const at::Tensor& logits) {
+  std::vector<at::Tensor> rows;
+  std::vector<StepItem*> of;
+  for (const Drawn& drawn : drawn_) {
+    if (!drawn.item->found.empty()) continue;
+    rows.push_back(logits.narrow(0, drawn.row, 1));
+    of.push_back(drawn.item);
+  }
+  if (rows.empty()) return;
+  const at::Tensor fetched = at::cat(rows).to(at::kCPU);
+  ++second_copies_;
+  for (size_t i = 0; i < of.size(); ++i) of[i]->logits = fetched.narrow(0, i, 1);
 }
 
 at::Tensor DeviceForward::RunOnce() {
@@ -298,6 +356,12 @@ void DeviceForward::Bring(const at::Tensor& tensor,
   });
 }
 
+void DeviceForward::Find(const at::Tensor& tensor, std::function<void(const at::Tensor&)> arrived) {
+  finds_.push_back([this, place = copy_.Add(tensor), arrived = std::move(arrived)] {
+    arrived(copy_.Get(place));
+  });
+}
+
 // In memory that the device reads by itself, where there is a device.
 template <class Number>
 at::Tensor DeviceForward::Pinned(const std::vector<Number>& numbers) const {
@@ -321,8 +385,9 @@ void DeviceForward::TakeLogits(StepItem& item, const at::Tensor& all, int64_t ro
   const at::Tensor logits = all.narrow(0, row, item.num_logits());
   const int64_t wanted = item.wants_prompt_logprobs() ? item.num_rows() : item.num_read_logits();
   const int64_t first = row + item.num_logits() - wanted;
-  if (wanted > 0 && ReadsArgmax(item)) {
-    read_argmax_.push_back({&item, first});
+  const RowNeed need = RowNeedOf(item);
+  if (wanted > 0 && need != RowNeed::kRow) {
+    drawn_.push_back({.item = &item, .row = first, .need = need});
   } else {
     Bring(all.narrow(0, first, wanted), [&item](const at::Tensor& rows) { item.logits = rows; });
   }
@@ -330,20 +395,86 @@ void DeviceForward::TakeLogits(StepItem& item, const at::Tensor& all, int64_t ro
   Bring(EntropiesOf(logits), [&item](const at::Tensor& rows) { item.entropies = rows; });
 }
 
-// Of all rows at once, whoever reads them.
-void DeviceForward::TakeHighest(const at::Tensor& logits) {
-  if (read_argmax_.empty()) return;
+// In place of rows: the highest of all at once, whoever reads them, and what tells the tokens of
+// those that are drawn from.
+void DeviceForward::TakeDrawn(const at::Tensor& logits) {
+  if (drawn_.empty()) return;
   const auto [highest, likeliest] = at::max(logits, 1);
   const at::Tensor both = at::stack({highest, likeliest.to(at::kInt).view(at::kFloat)});
-  Bring(both, [this](const at::Tensor& rows) {
+  Find(both, [this](const at::Tensor& rows) {
     const float* const logit = rows.const_data_ptr<float>();
     const auto* const token = reinterpret_cast<const int32_t*>(logit + rows.size(1));
-    for (const auto& [item, first] : read_argmax_) {
-      for (int64_t row = first; row < first + item->num_read_logits(); ++row) {
-        item->highest.push_back({.logit = logit[row], .token = token[row]});
+    for (const Drawn& drawn : drawn_) {
+      if (drawn.need == RowNeed::kHead) continue;
+      for (int64_t i = drawn.row; i < drawn.row + drawn.item->num_read_logits(); ++i) {
+        drawn.item->found.push_back(
+            {.highest = logit[i], .likeliest = token[i], .token = token[i]});
       }
     }
   });
+  const int64_t at_once = std::max<int64_t>(kDrawnLogits / logits.size(1), 1);
+  for (const RowNeed need : {RowNeed::kDrawn, RowNeed::kHead}) {
+    std::vector<Drawn> of;
+    std::copy_if(drawn_.begin(), drawn_.end(), std::back_inserter(of),
+                 [need](const Drawn& drawn) { return drawn.need == need; });
+    for (int64_t begin = 0; begin < std::ssize(of); begin += at_once) {
+      const auto some = absl::MakeConstSpan(of).subspan(begin, at_once);
+      need == RowNeed::kHead ? TakeHeads(logits, highest, some)
+                             : DrawByShare(logits, highest, some);
+    }
+  }
+}
+
+// Row, temperature and share of each: fp64 [3, rows].
+at::Tensor DeviceForward::DrawsOf(absl::Span<const Drawn> rows) const {
+  std::vector<double> numbers;
+  for (const Drawn& drawn : rows) numbers.push_back(static_cast<double>(drawn.row));
+  for (const Drawn& drawn : rows) {
+    numbers.push_back(*drawn.item->sequence->request.sampling.temperature);
+  }
+  for (const Drawn& drawn : rows) {
+    const StepItem& item = *drawn.item;
+    numbers.push_back(ShareOf(item.sequence->request.sampling, item.work->draw));
+  }
+  return Pinned(numbers).to(model_.device(), /*non_blocking=*/true).view({3, std::ssize(rows)});
+}
+
+// As Sample does: where the running sum of a row's weights passes the draw's share of all. Of a row
+// that holds a NaN or an infinity, anything.
+void DeviceForward::DrawByShare(const at::Tensor& logits, const at::Tensor& highest,
+                                absl::Span<const Drawn> rows) {
+  const at::Tensor draws = DrawsOf(rows);
+  const at::Tensor sums = WeightsOf(logits, highest, draws).cumsum(1, at::kDouble);
+  const at::Tensor total = sums.narrow(1, sums.size(1) - 1, 1).contiguous();
+  const at::Tensor share = total * draws[2].unsqueeze(1);
+  // Rounding may leave the share at the very end: then the last token of any weight.
+  const at::Tensor token =
+      at::minimum(at::searchsorted(sums, share, /*out_int32=*/true, /*right=*/true),
+                  at::searchsorted(sums, total, /*out_int32=*/true, /*right=*/false));
+  Find(token, [of = std::vector(rows.begin(), rows.end())](const at::Tensor& tokens) {
+    for (size_t i = 0; i < of.size(); ++i) {
+      of[i].item->found[0].token = tokens.const_data_ptr<int32_t>()[i];
+    }
+  });
+}
+
+// The likeliest tokens, from which the host draws; where they do not tell, nothing is found.
+void DeviceForward::TakeHeads(const at::Tensor& logits, const at::Tensor& highest,
+                              absl::Span<const Drawn> rows) {
+  const at::Tensor draws = DrawsOf(rows);
+  const at::Tensor total =
+      WeightsOf(logits, highest, draws).sum(at::IntArrayRef{1}, /*keepdim=*/true, at::kDouble);
+  const int64_t vocab = logits.size(1), count = std::min(vocab, head_tokens_);
+  const auto [weights, tokens] = logits.index_select(0, draws[0].to(at::kLong)).topk(count, 1);
+  Find(at::cat({weights.view(at::kInt), tokens.to(at::kInt), total.view(at::kInt)}, 1),
+       [of = std::vector(rows.begin(), rows.end()), count, vocab](const at::Tensor& heads) {
+         at::parallel_for(0, std::ssize(of), 1, [&](int64_t begin, int64_t end) {
+           for (int64_t i = begin; i < end; ++i) {
+             const auto* const head = heads.const_data_ptr<int32_t>() + i * heads.size(1);
+             DrawFrom({head, static_cast<size_t>(heads.size(1))}, count == vocab, *of[i].item);
+           }
+         });
+       });
 }
 
 // The steps of all items by one reduction.
@@ -415,10 +546,10 @@ at::Tensor DeviceForward::Attention(const at::Tensor& q, const at::Tensor& k, co
   const at::Tensor& angles = AnglesOf(layer);
   const bool interleaved = ropes_[model_.manifest().layers[layer].rope].interleaved;
   // A KV head's queries and key turn together: a GPU minds the number of operations.
-  const at::Tensor turned = Rotated(at::cat({q.reshape({pairs, group_, shape_.key_width}),
-                                             k.reshape({pairs, 1, shape_.key_width})},
-                                            1),
-                                    angles, interleaved);
+  const at::Tensor together =
+      at::cat({q.view({n, shape_.num_kv_heads, group_, shape_.key_width}), k.unsqueeze(2)}, 2);
+  const at::Tensor turned =
+      Rotated(together.view({pairs, group_ + 1, shape_.key_width}), angles, interleaved);
   pool_.Write(Index(plan_.written[layer]), turned.select(1, group_),
               v.reshape({pairs, shape_.value_width}));
   const at::Tensor queries = turned.narrow(1, 0, group_).contiguous();

@@ -19,6 +19,7 @@
 #include "runtime/model/model.h"
 #include "runtime/model/operators.h"
 #include "runtime/model/rope_table.h"
+#include "runtime/sampling/sampler.h"
 #include "runtime/signals/signals.h"
 
 namespace epikv {
@@ -40,16 +41,19 @@ class DeviceForward final : private ForwardHooks {
   static absl::Status Supports(const Manifest& manifest);
 
   // Of the executor, which outlives it. recorder: null: nothing is recorded; nor is a model whose
-  // code writes in place, for what it gives a hook may change afterwards.
+  // code writes in place, for what it gives a hook may change afterwards. head_tokens: see
+  // ExecutorOptions.
   DeviceForward(const Model& model, const ModelShape& shape, absl::Span<const RopeTable> ropes,
-                KvPool& pool, LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder);
+                KvPool& pool, LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder,
+                int64_t head_tokens);
 
   // One forward over items whose rows follow one another from 0. Leaves on the host, with the items
   // and their sequences, what the executor commits, samples from and tells policies.
   void Run(absl::Span<StepItem> items);
 
-  // Copies from the device since the start: one a step.
-  int64_t host_copies() const { return copy_.count(); }
+  // Copies from the device since the start: one a step, and another where the likeliest tokens of a
+  // row did not tell which one is drawn.
+  int64_t host_copies() const { return copy_.count() + second_copies_; }
   // Steps since the start that were replayed.
   int64_t replays() const { return replays_; }
   // Why the last step that could not be recorded was not. Empty: there was none.
@@ -83,11 +87,24 @@ class DeviceForward final : private ForwardHooks {
                    int64_t layer);
   void Measure(const StepItem& item, const at::Tensor& rotated, int64_t layer,
                LaneRowsOfStep& rows);
+  // A row of logits of which the token, or what tells it, is found on the device.
+  struct Drawn {
+    StepItem* item = nullptr;
+    int64_t row = 0;  // the first, where the need is kHighest
+    RowNeed need = RowNeed::kHighest;
+  };
   void TakeLogits(StepItem& item, const at::Tensor& all, int64_t row);
-  void TakeHighest(const at::Tensor& logits);
+  void TakeDrawn(const at::Tensor& logits);
+  at::Tensor DrawsOf(absl::Span<const Drawn> rows) const;
+  void DrawByShare(const at::Tensor& logits, const at::Tensor& highest,
+                   absl::Span<const Drawn> rows);
+  void TakeHeads(const at::Tensor& logits, const at::Tensor& highest, absl::Span<const Drawn> rows);
   void TakeSteps();
   // Brings a tensor with the step's copy, and then calls `arrived` with it.
   void Bring(const at::Tensor& tensor, std::function<void(const at::Tensor&)> arrived);
+  // The same of what fills StepItem::found.
+  void Find(const at::Tensor& tensor, std::function<void(const at::Tensor&)> arrived);
+  void FetchUntold(const at::Tensor& logits);
 
   const Model& model_;
   const ModelShape& shape_;
@@ -95,6 +112,7 @@ class DeviceForward final : private ForwardHooks {
   LaneRowsOfStep& mass_rows_;
   std::shared_ptr<GraphRecorder> recorder_;
   const int64_t group_;  // query heads of a KV head
+  const int64_t head_tokens_;
   struct Angles {
     bool interleaved = false;
     at::Tensor table;  // [context_length, 2 x half]: cosines, sines
@@ -106,15 +124,16 @@ class DeviceForward final : private ForwardHooks {
   // The forward that runs.
   absl::Span<StepItem> items_;
   DevicePlan plan_;
-  at::Tensor numbers_, index_;                              // the plan's, int32 and int64
-  std::vector<std::pair<StepItem*, int64_t>> read_argmax_;  // and their first rows of logits
+  at::Tensor numbers_, index_;  // the plan's, int32 and int64
+  std::vector<Drawn> drawn_;
   std::vector<at::Tensor> tapped_;             // by block that is: rows that are looked at
   std::vector<std::vector<at::Tensor>> kept_;  // by item: last_residuals, a row a block
   struct {
     int64_t rope = 0, positions = 0;
     at::Tensor angles;  // [n x kv_heads, 1, 2 x half]
   } latest_;
-  std::vector<std::function<void()>> arrivals_;
+  std::vector<std::function<void()>> arrivals_, finds_;
+  int64_t second_copies_ = 0;
 
   RecordedSteps recorded_;
   std::vector<SeenLayer>* seen_ = nullptr;  // of the step that is being recorded

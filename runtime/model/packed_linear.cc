@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/model/dense_linear.h"
+#include "runtime/model/device_weight.h"
 #include "runtime/model/one_dnn_weight.h"
 #include "runtime/model/quantized_linear.h"
 
@@ -118,7 +119,8 @@ at::Tensor Together(const std::vector<at::Tensor>& parts) {
 
 class Packer {
  public:
-  Packer(torch::jit::Graph& graph, PackedLinears& result) : graph_(graph), result_(result) {}
+  Packer(torch::jit::Graph& graph, at::Device device, PackedLinears& result)
+      : graph_(graph), device_(device), result_(result) {}
 
   // Packs their weights and has one node compute them, in the place of the first.
   void Pack(const Siblings& linears) {
@@ -154,9 +156,15 @@ class Packer {
   };
 
   Packed PackWeights(const Siblings& linears) {
-    const bool quantized = IsQuantized(linears[0]);
-    const c10::intrusive_ptr<PackedWeight> packed = PackTogether(
-        InputsOf(linears, 1), quantized ? InputsOf(linears, 2) : std::vector<at::Tensor>(), arena_);
+    const std::vector<at::Tensor> weights = InputsOf(linears, 1);
+    const std::vector<at::Tensor> scales =
+        IsQuantized(linears[0]) ? InputsOf(linears, 2) : std::vector<at::Tensor>();
+    c10::intrusive_ptr<PackedWeight> packed;
+    if (device_.is_cpu()) {
+      packed = PackTogether(weights, scales, arena_);
+    } else {
+      packed = c10::make_intrusive<DeviceWeight>(Together(weights), device_);
+    }
     result_.bytes += packed->bytes();
     int64_t begin = 0;
     for (const Node* linear : linears) {
@@ -193,6 +201,7 @@ class Packer {
   }
 
   torch::jit::Graph& graph_;
+  const at::Device device_;
   PackedLinears& result_;
   WeightArena arena_;
   std::unordered_map<const Value*, Packed> packed_;
@@ -244,15 +253,18 @@ std::string Describe(const PackedLinears& packed, DType dtype, bool prepack) {
   return text;
 }
 
-PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack) {
+PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack, at::Device device) {
   PackedLinears result;
   std::vector<Siblings> found;
   CollectLinears(graph.block(), found);
-  Packer packer(graph, result);
+  Packer packer(graph, device, result);
   for (const Siblings& linears : found) {
     if (!IsQuantized(linears[0])) result.linears += static_cast<int64_t>(linears.size());
     if (!HasConstants(linears[0])) continue;
-    if (ArePacked(InputsOf(linears, 1), IsQuantized(linears[0]), prepack)) packer.Pack(linears);
+    const bool quantized = IsQuantized(linears[0]);
+    const bool pays = device.is_cpu() ? ArePacked(InputsOf(linears, 1), quantized, prepack)
+                                      : prepack && !quantized && linears.size() > 1;
+    if (pays) packer.Pack(linears);
   }
   return result;
 }

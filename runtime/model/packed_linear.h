@@ -36,7 +36,10 @@ struct PackedLinears {
 // where nobody else holds them. Each becomes epikv::packed_linear over a PackedWeight: an
 // epikv::quantized_linear always; an aten::linear with `prepack`, where our products or oneDNN's
 // gain by it, which those of small weights of float32 do not.
-PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack);
+//
+// For a device that is not the CPU, only those that share their input are rewritten, with
+// `prepack`; their weights lie there then.
+PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack, at::Device device = at::kCPU);
 
 // ", 3 of 4 linears prepacked for ...": what follows a model's dtype where it is described.
 // prepack: whether that was asked for.

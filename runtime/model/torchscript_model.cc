@@ -234,12 +234,12 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
     if (parameters.final_norm.defined()) parameters.final_norm = parameters.final_norm.clone();
   }
   const bool on_cpu = options.device.is_cpu();
-  const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
   if (!on_cpu && !contents.manifest.quantization.empty()) {
     return absl::FailedPreconditionError(absl::StrCat(
         "its linears of ", contents.manifest.quantization,
         " are for the CPU; export it without --quantize to serve it on ", options.device.str()));
   }
+  const PackedLinears packed = PackLinears(graph, options.prepack, options.device);
   Moved moved;
   if (!on_cpu) MoveConstants(graph.block(), options.device, moved);
   const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
@@ -268,8 +268,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, const ModelOpt
   facts.ranks = options.ranks;
   const DType of = facts.manifest.dtype;
   facts.description = absl::StrCat(
-      "TorchScript, ", DTypeName(of),
-      on_cpu ? Describe(packed, of, options.prepack) : absl::StrCat(", on ", options.device.str()));
+      "TorchScript, ", DTypeName(of), on_cpu ? "" : absl::StrCat(", on ", options.device.str()),
+      on_cpu || packed.packed > 0 ? Describe(packed, of, options.prepack) : "");
   return std::make_unique<TorchScriptModel>(std::move(facts), std::move(named), *forward);
 }
 

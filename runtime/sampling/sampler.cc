@@ -100,6 +100,16 @@ double Total(const std::vector<Candidate>& candidates) {
   return total;
 }
 
+// The smallest head of them that weighs `mass`: how many. All of them, if they weigh less.
+size_t HeadOfMass(const std::vector<Candidate>& candidates, double mass) {
+  double sum = 0;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    sum += candidates[i].weight;
+    if (sum >= mass) return i + 1;
+  }
+  return candidates.size();
+}
+
 // The smallest set of the likeliest with a share of at least `top_p`, likeliest first. What is
 // lighter than (1 - top_p) / n of the total can be left out before sorting: all of it together
 // weighs less than 1 - top_p.
@@ -110,14 +120,7 @@ std::vector<Candidate> Nucleus(const std::vector<Candidate>& candidates, double 
   std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(nucleus),
                [floor](const Candidate& c) { return c.weight >= floor; });
   std::sort(nucleus.begin(), nucleus.end(), Likelier);
-  double mass = 0;
-  for (size_t i = 0; i < nucleus.size(); ++i) {
-    mass += nucleus[i].weight;
-    if (mass >= top_p * total) {
-      nucleus.resize(i + 1);
-      break;
-    }
-  }
+  nucleus.resize(HeadOfMass(nucleus, top_p * total));
   return nucleus;
 }
 
@@ -203,6 +206,18 @@ int32_t FirstOf(absl::Span<const float> logits, float peak) {
   return static_cast<int32_t>(std::find(logits.begin(), logits.end(), peak) - logits.begin());
 }
 
+// Stages 6 and 7 of Candidates.
+std::vector<Candidate> NarrowFurther(std::vector<Candidate> candidates,
+                                     const SamplingParams& params) {
+  if (const float least = params.min_p.value_or(0); least > 0) {  // the likeliest weighs 1
+    std::erase_if(candidates, [least](const Candidate& c) { return c.weight < least; });
+  }
+  if (params.typical_p.value_or(1) < 1) {
+    candidates = Typical(std::move(candidates), *params.typical_p);
+  }
+  return candidates;
+}
+
 // Stages 3 to 7 of Candidates.
 std::vector<Candidate> Narrow(absl::Span<const float> logits, float peak,
                               const SamplingParams& params) {
@@ -212,13 +227,7 @@ std::vector<Candidate> Narrow(absl::Span<const float> logits, float peak,
       top_k > 0 && top_k < logits.size() ? TopK(logits, top_k) : AllTokens(logits);
   for (Candidate& c : candidates) c.weight = std::exp((c.weight - peak) / *params.temperature);
   if (params.top_p.value_or(1) < 1) candidates = Nucleus(candidates, *params.top_p);
-  if (const float least = params.min_p.value_or(0); least > 0) {  // the likeliest weighs 1
-    std::erase_if(candidates, [least](const Candidate& c) { return c.weight < least; });
-  }
-  if (params.typical_p.value_or(1) < 1) {
-    candidates = Typical(std::move(candidates), *params.typical_p);
-  }
-  return candidates;
+  return NarrowFurther(std::move(candidates), params);
 }
 
 // The candidate at share `uniform`, in [0, 1), of the total weight.
@@ -268,8 +277,46 @@ absl::StatusOr<int32_t> CheckedArgmax(float highest, int32_t token) {
   return token;
 }
 
-bool GivesArgmax(const SamplingParams& params, const Draw& draw) {
-  return params.greedy() && !Adjusts(params, draw);
+RowNeed RowNeedOf(const SamplingParams& params, const Draw& draw) {
+  if (Adjusts(params, draw)) return RowNeed::kRow;
+  if (params.greedy()) return RowNeed::kHighest;
+  if (params.top_k.value_or(0) > 0 || params.top_p.value_or(1) < 1) return RowNeed::kHead;
+  if (params.typical_p.value_or(1) < 1) return RowNeed::kRow;
+  return params.min_p.value_or(0) > 0 ? RowNeed::kHead : RowNeed::kDrawn;
+}
+
+double ShareOf(const SamplingParams& params, uint64_t draw) {
+  return CounterRng(params.seed, CounterRng::kSamplerStream).Uniform(draw);
+}
+
+std::optional<int32_t> DrawFromHead(LogitsHead head, const SamplingParams& params, uint64_t draw) {
+  std::vector<Candidate>& candidates = head.likeliest;
+  std::sort(candidates.begin(), candidates.end(), Likelier);  // those that tie, by token
+  const float peak = candidates.front().weight;
+  // A token that is not in the head is at most as likely as its last, and may tie with it.
+  const float last = candidates.back().weight;
+  const auto top_k = static_cast<size_t>(params.top_k.value_or(0));
+  const bool cuts = top_k > 0 && !(head.whole && top_k >= candidates.size());
+  if (cuts) {
+    const bool has_all =
+        head.whole || (top_k < candidates.size() && candidates[top_k - 1].weight > last);
+    if (!has_all) return std::nullopt;
+    candidates.resize(top_k);
+    head.whole = true;
+  }
+  const auto weigh = [&](float logit) { return std::exp((logit - peak) / *params.temperature); };
+  const float weight_of_last = weigh(last);
+  for (Candidate& c : candidates) c.weight = weigh(c.weight);
+  if (const double top_p = params.top_p.value_or(1); top_p < 1) {
+    const double total = head.whole ? Total(candidates) : head.total;
+    candidates.resize(HeadOfMass(candidates, top_p * total));
+    if (!head.whole && !(candidates.back().weight > weight_of_last)) return std::nullopt;
+  } else if (!cuts) {  // min_p alone, of which Sample leaves tokens in their order
+    if (!head.whole && !(weight_of_last < params.min_p.value_or(0))) return std::nullopt;
+    std::sort(candidates.begin(), candidates.end(),
+              [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+  }
+  return Pick(NarrowFurther(std::move(candidates), params), ShareOf(params, draw));
 }
 
 absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits,
@@ -296,10 +343,10 @@ absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits
 
 absl::StatusOr<int32_t> Sample(absl::Span<const float> logits, const SamplingParams& params,
                                const Draw& draw) {
-  if (GivesArgmax(params, draw)) return Argmax(logits);
+  if (RowNeedOf(params, draw) == RowNeed::kHighest) return Argmax(logits);
   const absl::StatusOr<std::vector<Candidate>> candidates = Candidates(logits, params, draw);
   if (!candidates.ok()) return candidates.status();
-  return Pick(*candidates, CounterRng(params.seed, CounterRng::kSamplerStream).Uniform(draw.index));
+  return Pick(*candidates, ShareOf(params, draw.index));
 }
 
 absl::StatusOr<Logprobs> LogprobsOf(absl::Span<const float> logits, int32_t token,

@@ -51,19 +51,40 @@ struct Draw {
   absl::Span<const uint32_t> allowed;
 };
 
-struct Candidate {
-  int32_t token = 0;
-  float weight = 0;  // probability, not normalised
-};
-
 // The token with the highest logit, of several the lowest.
 absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits);
 
 // What Argmax says of logits whose highest, or first NaN, a device has found.
 absl::StatusOr<int32_t> CheckedArgmax(float highest, int32_t token);
 
-// Whether Sample gives the Argmax, whatever the logits.
-bool GivesArgmax(const SamplingParams& params, const Draw& draw);
+// What Sample needs of a row of logits that lies on a device, which finds it there. From what is
+// least to bring to what is most.
+enum class RowNeed {
+  kHighest,  // the Argmax is the token
+  kDrawn,    // a token at the draw's share of the softmax of logits / temperature
+  kHead,     // the likeliest tokens, for DrawFromHead
+  kRow,      // all of it
+};
+RowNeed RowNeedOf(const SamplingParams& params, const Draw& draw);
+
+// The number in [0, 1) that decides a draw.
+double ShareOf(const SamplingParams& params, uint64_t draw);
+
+struct Candidate {
+  int32_t token = 0;
+  float weight = 0;  // probability, not normalised
+};
+
+// The likeliest tokens of a row whose logits are finite or -inf.
+struct LogitsHead {
+  std::vector<Candidate> likeliest;  // and their logits, descending; not empty
+  bool whole = false;                // the row has no others
+  double total = 0;                  // of exp((logit - highest) / temperature), of the whole row
+};
+
+// What Sample gives of such a row. nullopt: it depends on more than the head.
+// Precondition: RowNeedOf(params, draw) is kHead.
+std::optional<int32_t> DrawFromHead(LogitsHead head, const SamplingParams& params, uint64_t draw);
 
 // What Sample draws from; never empty. The stages, in the order of Hugging Face's generate (and of
 // vLLM, but that it puts min_p before top_k):

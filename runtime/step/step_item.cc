@@ -39,13 +39,17 @@ void Place(StepItem& item, const ModelShape& shape, int64_t context_length) {
   }
 }
 
-bool ReadsArgmax(const StepItem& item) {
+RowNeed RowNeedOf(const StepItem& item) {
   const OutputOptions& output = item.sequence->request.output;
   const WorkItem& work = *item.work;
-  return !work.pass && work.forced.empty() && !output.logprobs && output.top_logprobs == 0 &&
-         !item.wants_prompt_logprobs() &&
-         GivesArgmax(item.sequence->request.sampling,
-                     {.masked = work.masked, .allowed = work.allowed});
+  const bool reads_more = work.pass || !work.forced.empty() || output.logprobs ||
+                          output.top_logprobs > 0 || item.wants_prompt_logprobs();
+  const RowNeed need =
+      RowNeedOf(item.sequence->request.sampling, {.masked = work.masked, .allowed = work.allowed});
+  // Completions draw for themselves, and so do outputs behind guesses.
+  const bool draws_often =
+      need != RowNeed::kHighest && (work.completions > 1 || work.num_outputs > 1);
+  return reads_more || draws_often ? RowNeed::kRow : need;
 }
 
 bool WantsGate(absl::Span<const StepItem> items) {

@@ -16,6 +16,7 @@
 #include "runtime/kv/sequence_tier.h"
 #include "runtime/model/model.h"
 #include "runtime/request/draft.h"
+#include "runtime/sampling/sampler.h"
 #include "runtime/signals/query_moments.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
@@ -191,12 +192,13 @@ struct StepItem {
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
   std::vector<char*> turned_keys;  // [kv_heads]: each lane's in there
   at::Tensor logits;               // of its last rows, [at least num_outputs, vocab]
-  // In place of them, of a device: the highest of each row that gives an output. See ReadsArgmax.
-  struct Highest {
-    float logit = 0;
-    int32_t token = 0;
+  // In place of them, of a device: what it found of each row that gives an output. See RowNeedOf.
+  struct Found {
+    float highest = 0;      // of the row
+    int32_t likeliest = 0;  // whose that is
+    int32_t token = 0;      // what Sample gives
   };
-  std::vector<Highest> highest;
+  std::vector<Found> found;
   // What they became, in order: num_outputs tokens, then those of completions 1, 2 ..
   std::vector<absl::StatusOr<OutputToken>> outputs;
   std::exception_ptr sampling_failed;
@@ -245,8 +247,8 @@ struct StepItem {
 // they do not fit.
 void Place(StepItem& item, const ModelShape& shape, int64_t context_length);
 
-// Whether its outputs are the likeliest tokens of its rows, and nothing else of them is read.
-bool ReadsArgmax(const StepItem& item);
+// What its outputs need of its rows of logits.
+RowNeed RowNeedOf(const StepItem& item);
 
 bool WantsGate(absl::Span<const StepItem> items);
 

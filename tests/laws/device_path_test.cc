@@ -257,6 +257,58 @@ TEST(DevicePathGreedy, TokensNeedNoLogits) {
   }
 }
 
+// And the tokens that are drawn: by its running sums, or by the host from the likeliest of a row.
+TEST(DevicePathSampling, TokensAreThoseOfTheCpu) {
+  const std::vector<SamplingParams> asked = {
+      {.temperature = 1.0f},
+      {.temperature = 0.6f, .top_p = 0.9f},
+      {.temperature = 1.3f, .top_k = 20},
+      {.temperature = 1.0f, .top_k = 50, .typical_p = 0.8f},
+      {.temperature = 0.9f, .min_p = 0.1f},
+      {.temperature = 2.0f, .top_p = 0.99f, .min_p = 0.01f},
+      {},
+      {.temperature = 1.0f, .typical_p = 0.9f},
+      {.temperature = 0.8f, .presence_penalty = 0.5f},
+  };
+  const auto run = [&](HarnessOptions how, int64_t* copies, int64_t* steps) {
+    how.end_tokens = false;
+    EngineHarness harness(ModelPath("gqa"), how);
+    std::vector<std::shared_ptr<Transcript>> running;
+    for (size_t i = 0; i < asked.size(); ++i) {
+      RequestOptions options;
+      options.prompt = Text(harness.manifest(), 30 + 3 * i, i);
+      options.stop.max_output_tokens = 60;
+      options.sampling = asked[i];
+      options.sampling.seed = 11 * i;
+      running.push_back(harness.Submit(std::move(options)));
+    }
+    if (steps != nullptr) harness.OnStep([steps] { ++*steps; });
+    harness.RunAll();
+    if (copies != nullptr) *copies = harness.executor().device()->host_copies();
+    std::vector<std::vector<int32_t>> tokens;
+    for (const auto& transcript : running) {
+      EXPECT_TRUE(transcript->ok()) << transcript->finished->status;
+      tokens.push_back(transcript->tokens);
+    }
+    return tokens;
+  };
+  const std::vector<std::vector<int32_t>> expected = run({}, nullptr, nullptr);
+  for (const bool recorded : {false, true}) {
+    // Heads that hold the whole vocabulary; and such that more is asked for, by a second copy.
+    for (const int64_t head : {1024, 24}) {
+      HarnessOptions how = {.device_path = true, .head_tokens = head};
+      if (recorded) how.recorder = std::make_shared<FakeRecorder>();
+      int64_t copies = 0, steps = 0;
+      EXPECT_EQ(run(how, &copies, &steps), expected) << recorded << head;
+      if (head == 1024) {
+        EXPECT_EQ(copies, steps);
+      } else {
+        EXPECT_GT(copies, steps + 10);
+      }
+    }
+  }
+}
+
 TEST(RecordedSteps, AreOfFewSizes) {
   std::vector<int64_t> rows;
   for (int64_t count : {1, 2, 3, 5, 8, 9, 13, 17, 25, 48, 49, 256, 512, 513}) {

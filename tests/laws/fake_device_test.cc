@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
 
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/fake_device.h"
@@ -67,6 +70,38 @@ TEST(FakeDevice, ServesNarrowTypes) {
       if (policy != std::string("sliding")) continue;  // others may drop what scores alike
       EXPECT_EQ(got.finished->kv.kept, expected.finished->kv.kept);
       EXPECT_LT(LargestDifference(device.model().TakeLogits(), cpu.model().TakeLogits()), 0.1);
+    }
+  }
+}
+
+// Linears of one input are one product, whose weight lies on the device; weights are what they
+// were.
+TEST(FakeDevice, ComputesLinearsOfOneInputTogether) {
+  const auto cpu = LoadOnce(ModelPath("gqa")), device = LoadOnce(ModelPath("gqa"), FakeDevice());
+  const int64_t layers = cpu->manifest().num_layers();
+  EXPECT_EQ(device->description(),
+            absl::StrCat("TorchScript, float32, on ", FakeDevice().str(), ", ", 5 * layers, " of ",
+                         7 * layers + 1, " linears prepacked for the device"));
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    EXPECT_TRUE(device->output_projection(layer).cpu().equal(cpu->output_projection(layer)));
+  }
+}
+
+// Tokens that are drawn there, or from what comes of a row: those of the CPU.
+TEST(FakeDevice, DrawsAsTheCpuDoes) {
+  const std::vector<SamplingParams> asked = {
+      {.temperature = 1.0f}, {.temperature = 0.8f, .top_p = 0.95f}, {.temperature = 1, .top_k = 9}};
+  for (const int64_t head : {16, 1024}) {
+    for (const SamplingParams& sampling : asked) {
+      EngineHarness cpu(ModelPath("gqa")), device = DeviceHarness("gqa", {.head_tokens = head});
+      RequestOptions options;
+      options.prompt = Text(cpu.manifest(), 24, 13);
+      options.stop.max_output_tokens = 40;
+      options.sampling = sampling;
+      options.sampling.seed = 3;
+      const Transcript expected = cpu.Run(options), got = device.Run(options);
+      ASSERT_TRUE(got.ok()) << got.finished->status;
+      EXPECT_EQ(got.tokens, expected.tokens);
     }
   }
 }

@@ -230,16 +230,87 @@ TEST(SamplerTest, BrokenLogitsThatADeviceFoundAreNamed) {
   }
 }
 
-TEST(SamplerTest, WhatGivesTheArgmax) {
+TEST(SamplerTest, WhatItNeedsOfARow) {
   const std::vector<int32_t> masked = {3};
   const std::vector<uint32_t> allowed = {1};
-  EXPECT_TRUE(GivesArgmax({}, {}));
-  EXPECT_TRUE(GivesArgmax({.temperature = 0.0f, .top_p = 0.5f}, {}));
-  EXPECT_FALSE(GivesArgmax({.temperature = 0.1f}, {}));
-  EXPECT_FALSE(GivesArgmax({.repetition_penalty = 1.1f}, {}));
-  EXPECT_FALSE(GivesArgmax({.logit_bias = {{1, 2.0f}}}, {}));
-  EXPECT_FALSE(GivesArgmax({}, {.masked = masked}));
-  EXPECT_FALSE(GivesArgmax({}, {.allowed = allowed}));
+  EXPECT_EQ(RowNeedOf({}, {}), RowNeed::kHighest);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.0f, .top_p = 0.5f}, {}), RowNeed::kHighest);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f}, {}), RowNeed::kDrawn);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .top_p = 1.0f, .top_k = 0}, {}), RowNeed::kDrawn);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .top_p = 0.5f}, {}), RowNeed::kHead);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .top_k = 9}, {}), RowNeed::kHead);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .min_p = 0.1f}, {}), RowNeed::kHead);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .top_k = 9, .typical_p = 0.5f}, {}), RowNeed::kHead);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .typical_p = 0.5f}, {}), RowNeed::kRow);
+  EXPECT_EQ(RowNeedOf({.temperature = 0.1f, .min_p = 0.1f, .typical_p = 0.5f}, {}), RowNeed::kRow);
+  for (const float temperature : {0.0f, 0.1f}) {
+    EXPECT_EQ(RowNeedOf({.temperature = temperature, .repetition_penalty = 1.1f}, {}),
+              RowNeed::kRow);
+    EXPECT_EQ(RowNeedOf({.temperature = temperature, .logit_bias = {{1, 2.0f}}}, {}),
+              RowNeed::kRow);
+    EXPECT_EQ(RowNeedOf({.temperature = temperature}, {.masked = masked}), RowNeed::kRow);
+    EXPECT_EQ(RowNeedOf({.temperature = temperature}, {.allowed = allowed}), RowNeed::kRow);
+  }
+}
+
+// The likeliest `count` tokens of a row, those that tie in any order.
+LogitsHead HeadOf(const Logits& logits, size_t count, float temperature, std::mt19937& random) {
+  LogitsHead head = {.whole = count >= logits.size()};
+  for (size_t token = 0; token < logits.size(); ++token) {
+    head.likeliest.push_back({static_cast<int32_t>(token), logits[token]});
+  }
+  std::shuffle(head.likeliest.begin(), head.likeliest.end(), random);
+  std::stable_sort(head.likeliest.begin(), head.likeliest.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.weight > b.weight; });
+  for (const Candidate& c : head.likeliest) {
+    head.total += std::exp((c.weight - head.likeliest.front().weight) / temperature);
+  }
+  head.likeliest.resize(std::min(count, logits.size()));
+  return head;
+}
+
+// Whatever of a row a device brings: the token that the whole row gives, or none.
+TEST(SamplerTest, AHeadTellsTheTokenOrSaysThatItCannot) {
+  std::mt19937 random(5);
+  std::map<bool, int> told;  // by whether it did
+  for (uint32_t seed = 0; seed < 3000; ++seed) {
+    const Logits logits = RandomLogits(seed % 3 == 0 ? 30 : 400, seed);
+    SamplingParams params = {.temperature = seed % 2 ? 0.3f : 1.5f, .seed = seed};
+    if (seed % 5 < 2) params.top_k = 1 + random() % 60;
+    if (seed % 7 < 4) params.top_p = 0.3f + 0.1f * static_cast<float>(random() % 7);
+    if (seed % 4 == 0) params.min_p = 0.02f * static_cast<float>(1 + random() % 10);
+    if (RowNeedOf(params, At(0)) != RowNeed::kHead) continue;
+    if (seed % 11 == 0) params.typical_p = 0.7f;
+    if (RowNeedOf(params, At(0)) != RowNeed::kHead) continue;
+    for (const size_t count : {1, 8, 30, 50, 399, 400}) {
+      const std::optional<int32_t> token =
+          DrawFromHead(HeadOf(logits, count, *params.temperature, random), params, seed);
+      ++told[token.has_value()];
+      ASSERT_TRUE(token.has_value() || count < logits.size()) << seed;
+      if (token.has_value()) {
+        ASSERT_EQ(*token, *Sample(logits, params, At(seed))) << seed << " of " << count;
+      }
+    }
+  }
+  EXPECT_GT(told[true], 4000);
+  EXPECT_GT(told[false], 1500);
+}
+
+// A token outside may tie with the last inside, and stand before it.
+TEST(SamplerTest, AHeadThatEndsInATieDoesNotTell) {
+  const auto draw = [](std::vector<Candidate> likeliest, const SamplingParams& params) {
+    return DrawFromHead({.likeliest = std::move(likeliest), .total = 4}, params, 0);
+  };
+  const SamplingParams two = {.temperature = 1.0f, .top_k = 2};
+  EXPECT_EQ(draw({{4, 2}, {3, 1}, {2, 1}}, two), std::nullopt);
+  EXPECT_NE(draw({{4, 2}, {3, 1}, {2, 0}}, two), std::nullopt);
+  EXPECT_EQ(draw({{4, 2}, {3, 1}}, two), std::nullopt);
+  const SamplingParams half = {.temperature = 1.0f, .top_p = 0.5f};
+  EXPECT_EQ(draw({{4, 2}, {3, 2}}, half), std::nullopt);
+  EXPECT_NE(draw({{4, 2}, {3, 2}, {2, 1}}, half), std::nullopt);
+  const SamplingParams least = {.temperature = 1.0f, .min_p = 0.5f};
+  EXPECT_EQ(draw({{4, 2}, {3, 1.9f}}, least), std::nullopt);
+  EXPECT_NE(draw({{4, 2}, {3, 1}}, least), std::nullopt);
 }
 
 TEST(SamplerTest, LogProbIsTheLogSoftmaxOfRawLogits) {
