@@ -46,6 +46,21 @@ def test_a_tokenizer_gives_texts_back(sources: Path) -> None:
     )
 
 
+def test_policies_are_calibrated_on_the_middle_of_texts_that_the_model_read(sources: Path) -> None:
+    for number in range(40):
+        (sources / "root" / f"long{number}.py").write_text(
+            "".join(f"x{number} = {i}\n" for i in range(900))
+        )
+    read = corpus.texts(corpus.fetch(sources))
+    found = corpus.excerpts(read, 8)
+    assert len({text.name for text in found}) == 8
+    whole = {text.name: text for text in read}
+    for text in found:
+        before, after = whole[text.name].text.split(text.text)
+        assert abs(len(before) - len(after)) <= 1 and len(text.text) == corpus.EXCERPT
+        assert whole[text.name].part == "train"
+
+
 def test_a_run_that_was_stopped_goes_on_exactly(sources: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     whole = Run(TINY, tmp_path / "whole", sources)
@@ -56,6 +71,17 @@ def test_a_run_that_was_stopped_goes_on_exactly(sources: Path, tmp_path: Path) -
     assert [Run(TINY, tmp_path / "stopped", sources)._take_step()] == [losses[2]]
     with pytest.raises(ValueError, match="another recipe or of other texts"):
         Run(Recipe(seed=1), tmp_path / "stopped", sources)
+
+
+def test_windows_that_run_together_give_the_same_losses(sources: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    single, together = (
+        Run(TINY, tmp_path / str(at_once), sources, at_once=at_once) for at_once in (1, 2)
+    )
+    for _ in range(3):
+        assert single._take_step() == pytest.approx(together._take_step(), rel=1e-2)
+    with pytest.raises(ValueError, match="2 windows do not split into parts of 3"):
+        Run(TINY, tmp_path / "3", sources, at_once=3)
 
 
 def test_a_run_ends_with_a_model_that_transformers_loads(sources: Path, tmp_path: Path) -> None:

@@ -35,6 +35,19 @@ def texts(sources: Path) -> None:
 
 @main.command()
 @click.argument("folder", type=FOLDER)
+@click.option("--count", default=32, show_default=True)
+@SOURCES
+def excerpts(folder: Path, count: int, sources: Path) -> None:
+    """Write parts of the training set into FOLDER, a file each, for `epikv calibrate`."""
+    from epikv_lab.stdlib import corpus
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(corpus.excerpts(corpus.texts(corpus.fetch(sources)), count)):
+        (folder / f"{number}.txt").write_text(text.text)
+
+
+@main.command()
+@click.argument("folder", type=FOLDER)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), help="In place of the recipe's.")
 @click.option("--threads", default=2, show_default=True)

@@ -25,6 +25,7 @@ VOCABULARY = 4096
 SUFFIXES = (".py", ".rst.txt")
 LEAST_BYTES = 200
 MOST_BYTES = 400_000  # of a file: longer ones are tables
+EXCERPT = 3000  # characters, of `excerpts`
 # Data in the form of programs: tables of characters, encodings and the like.
 TABLES = (
     "encodings/",
@@ -82,6 +83,16 @@ def texts(root: Path) -> list[Text]:
             continue
         found.setdefault(hashlib.sha256(content).hexdigest(), Text(name, text))
     return list(found.values())
+
+
+def excerpts(read: list[Text], count: int) -> list[Text]:
+    """What policies are calibrated on: the middle of `count` files of the training set, spread over all that are long."""
+    long = [text for text in read if text.part == "train" and len(text.text) > 2 * EXCERPT]
+    chosen = [long[i] for i in np.linspace(0, len(long) - 1, count).astype(int)]
+    return [
+        Text(text.name, text.text[len(text.text) // 2 - EXCERPT // 2 :][:EXCERPT])
+        for text in chosen
+    ]
 
 
 def digest(read: list[Text]) -> str:

@@ -27,7 +27,7 @@ class Recipe:
     """Everything a training run depends on, beside the texts."""
 
     seed: int = 0
-    tokens: int = 160_000_000
+    tokens: int = 80_000_000  # 160 million are too many: the validation loss rises
     window: int = 2048
     windows: int = 16  # of a step
     width: int = 384
@@ -76,7 +76,8 @@ class Run:
         }
         self.train_ids, self.validation_ids = encoded["train"], encoded["validation"]
         torch.manual_seed(recipe.seed)
-        self.model = LlamaForCausalLM(self._config()).to(self.device)
+        self.model = LlamaForCausalLM(self._config())
+        torch.nn.Module.to(self.model, self.device)
         self._losses = torch.compile(self._losses_of) if compiled else self._losses_of
         matrices = [p for p in self.model.model.layers.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
@@ -111,7 +112,7 @@ class Run:
 
     def save(self) -> None:
         """config.json, weights in bfloat16, and the tokenizer."""
-        self.model.to("cpu", torch.bfloat16).save_pretrained(self.folder)
+        self.model.bfloat16().cpu().save_pretrained(self.folder)
         PreTrainedTokenizerFast(
             tokenizer_object=self.tokenizer,
             eos_token=corpus.END,
@@ -190,7 +191,9 @@ class Run:
             "tokens_per_second": round(speed),
             "loss": round(loss, 4),
             "validation": round(float(held_out.mean()), 4),
-            "by_position": {f"{a}-{b}": round(float(np.mean(by_position[a:b])), 4) for a, b in parts},
+            "by_position": {
+                f"{a}-{b}": round(float(np.mean(by_position[a:b])), 4) for a, b in parts
+            },
         }
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")
