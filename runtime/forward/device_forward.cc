@@ -60,7 +60,8 @@ at::Tensor WeightsOf(const at::Tensor& logits, const at::Tensor& highest, const 
   return (below / draws[1].to(at::kFloat).unsqueeze(1)).exp();
 }
 
-// head: the bits of logits, tokens, and of the row's total.
+// head: the bits of logits, tokens, and of the row's total. Leaves nothing found where they do not
+// tell the token.
 void DrawFrom(absl::Span<const int32_t> head, bool whole, StepItem& item) {
   const size_t count = head.size() / 2 - 1;
   LogitsHead of = {.whole = whole};
@@ -68,15 +69,15 @@ void DrawFrom(absl::Span<const int32_t> head, bool whole, StepItem& item) {
     of.likeliest.push_back({.token = head[count + i], .weight = std::bit_cast<float>(head[i])});
   }
   std::memcpy(&of.total, &head[2 * count], sizeof(of.total));
-  const Candidate first = of.likeliest.front();
-  StepItem::Found found = {.highest = first.weight, .likeliest = first.token};
-  if (std::isfinite(first.weight)) {
-    const std::optional<int32_t> token = DrawFromHead(
-        std::move(of), item.sequence->request.sampling, static_cast<uint64_t>(item.work->draw));
-    if (!token.has_value()) return;
+  StepItem::Found& found = item.found[0];
+  if (!std::isfinite(found.highest)) return;  // that is what is told of it
+  const std::optional<int32_t> token = DrawFromHead(std::move(of), item.sequence->request.sampling,
+                                                    static_cast<uint64_t>(item.work->draw));
+  if (token.has_value()) {
     found.token = *token;
+  } else {
+    item.found.clear();
   }
-  item.found = {found};
 }
 
 }  // namespace
@@ -405,7 +406,6 @@ void DeviceForward::TakeDrawn(const at::Tensor& logits) {
     const float* const logit = rows.const_data_ptr<float>();
     const auto* const token = reinterpret_cast<const int32_t*>(logit + rows.size(1));
     for (const Drawn& drawn : drawn_) {
-      if (drawn.need == RowNeed::kHead) continue;
       for (int64_t i = drawn.row; i < drawn.row + drawn.item->num_read_logits(); ++i) {
         drawn.item->found.push_back(
             {.highest = logit[i], .likeliest = token[i], .token = token[i]});

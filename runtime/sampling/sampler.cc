@@ -309,6 +309,7 @@ std::optional<int32_t> DrawFromHead(LogitsHead head, const SamplingParams& param
   for (Candidate& c : candidates) c.weight = weigh(c.weight);
   if (const double top_p = params.top_p.value_or(1); top_p < 1) {
     const double total = head.whole ? Total(candidates) : head.total;
+    std::sort(candidates.begin(), candidates.end(), Likelier);  // logits that weigh alike, by token
     candidates.resize(HeadOfMass(candidates, top_p * total));
     if (!head.whole && !(candidates.back().weight > weight_of_last)) return std::nullopt;
   } else if (!cuts) {  // min_p alone, of which Sample leaves tokens in their order

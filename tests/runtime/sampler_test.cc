@@ -296,6 +296,20 @@ TEST(SamplerTest, AHeadTellsTheTokenOrSaysThatItCannot) {
   EXPECT_GT(told[false], 1500);
 }
 
+// Logits that differ may weigh alike: then the lower token is first, as in Sample.
+TEST(SamplerTest, AHeadOrdersWhatWeighsAlikeByToken) {
+  const Logits logits = {1.0f, 1.001f, 0.999f, -1e9f};
+  for (uint64_t draw = 0; draw < 40; ++draw) {
+    for (const SamplingParams& params :
+         {SamplingParams{.temperature = 1e5f, .top_p = 0.9f},
+          SamplingParams{.temperature = 1e5f, .top_p = 0.5f, .top_k = 3}}) {
+      std::mt19937 random(draw);
+      const LogitsHead head = HeadOf(logits, 4, *params.temperature, random);
+      EXPECT_EQ(DrawFromHead(head, params, draw), *Sample(logits, params, At(draw)));
+    }
+  }
+}
+
 // A token outside may tie with the last inside, and stand before it.
 TEST(SamplerTest, AHeadThatEndsInATieDoesNotTell) {
   const auto draw = [](std::vector<Candidate> likeliest, const SamplingParams& params) {
