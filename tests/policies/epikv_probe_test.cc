@@ -134,5 +134,94 @@ TEST(EpikvProbe, AnArtefactOfAnotherShapeIsRefused) {
   EXPECT_THAT(said(R"({"layer": 0})"), HasSubstr("weights must be"));
 }
 
+// The same weights at each age, so that only biases tell ages apart.
+constexpr char kAgedData[] = R"({"layer": 1, "weights": [0.5, -2, 1.25, 0.75], "by_age": [
+    {"age": 4, "weights": [0.5, -2, 1.25, 0.75], "bias": 2},
+    {"age": 16, "weights": [0.5, -2, 1.25, 0.75], "bias": 1},
+    {"age": 64, "weights": [-0.5, 2, -1.25, -0.75], "bias": -1}]})";
+
+FakeSequence::Options AgedOptions() {
+  FakeSequence::Options options{.spec = &Probe(), .budget = 60, .seed = 3};
+  options.params = {{"aged", true}};
+  options.shape = WithProbe(options.shape, kAgedData);
+  return options;
+}
+
+double AgedScore(const std::vector<float>& residual, int64_t age) {
+  const double said = Score(residual);
+  if (age <= 4) return said + 2;
+  if (age <= 16) return said + 2 - std::log2(static_cast<double>(age) / 4) / 2;
+  if (age >= 64) return -said - 1;
+  const double beyond = std::log2(static_cast<double>(age) / 16) / 2;
+  return (1 - beyond) * (said + 1) + beyond * (-said - 1);
+}
+
+TEST(EpikvProbe, AgedDropsWhatIsWorthLeastAtTheAgeItHas) {
+  const FakeWorld world = RandomWorld(5, 1 << 20);
+  FakeSequence sequence(AgedOptions(), world);
+  std::vector<int32_t> cached;
+  int64_t reversed = 0;  // drops of tokens that are older than the last age
+  while (sequence.newest() < 300) {
+    sequence.Decode();
+    const int32_t newest = static_cast<int32_t>(sequence.newest());
+    cached.push_back(newest);
+    if (sequence.OverBudget()) {
+      const auto least = std::min_element(cached.begin(), cached.end(), [&](int32_t a, int32_t b) {
+        return AgedScore(world.residual(1, a), newest - a) <
+               AgedScore(world.residual(1, b), newest - b);
+      });
+      reversed += newest - *least >= 64;
+      cached.erase(least);
+    }
+    sequence.Round();
+    ASSERT_EQ(sequence.Kept(), cached) << newest;
+  }
+  EXPECT_GT(reversed, 5);
+}
+
+TEST(EpikvProbe, AgedScoresThatAreNotFiniteAreAnError) {
+  for (float bad : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
+    FakeWorld world = RandomWorld(5, 1 << 20);
+    world.residual = [&, good = world.residual](int64_t layer, int64_t token) {
+      std::vector<float> row = good(layer, token);
+      if (token == 7) row[2] = bad;
+      return row;
+    };
+    FakeSequence sequence(AgedOptions(), world);
+    while (!sequence.OverBudget()) sequence.Decode();
+    const Eviction eviction = sequence.Ask();
+    EXPECT_EQ(eviction.status.code(), absl::StatusCode::kInternal);
+    EXPECT_THAT(std::string(eviction.status.message()), HasSubstr("token 7"));
+  }
+}
+
+TEST(EpikvProbe, AgedNeedsAnArtefactThatTellsOfAges) {
+  const ModelShape without =
+      WithProbe({.num_layers = 3, .hidden_size = 1}, R"({"layer": 1, "weights": [1]})");
+  const auto resolved = ResolveParams(Probe(), {{"aged", true}}, without);
+  ASSERT_EQ(resolved.violations.size(), 1);
+  EXPECT_THAT(resolved.violations[0].description, HasSubstr("says nothing of ages"));
+  const ModelShape shape{.num_layers = 3, .hidden_size = 1};
+  const auto said = [&](const std::string& by_age) {
+    const std::string data = R"({"layer": 1, "weights": [1], "by_age": )" + by_age + "}";
+    return std::string(Probe().read_data({.json = data, .arrays = {}}, shape).status().message());
+  };
+  EXPECT_EQ(said(R"([{"age": 1, "weights": [1], "bias": 0}])"), "");
+  EXPECT_EQ(said("[]"), "");
+  EXPECT_THAT(said("7"), HasSubstr("by_age must be a list"));
+  EXPECT_THAT(said("[7]"), HasSubstr("by_age must be of objects"));
+  for (const char* age : {"0", "-4", "1.5", "\"4\"", "null", "1e12", "1048577"}) {
+    EXPECT_THAT(said(std::string(R"([{"weights": [1], "bias": 0, "age": )") + age + "}]"),
+                HasSubstr("by_age must be of ages that ascend"))
+        << age;
+  }
+  const std::string four = R"({"age": 4, "weights": [1], "bias": 0})";
+  EXPECT_THAT(said("[" + four + "," + four + "]"), HasSubstr("ages that ascend"));
+  EXPECT_THAT(said(R"([{"age": 4, "weights": [1, 2], "bias": 0}])"),
+              HasSubstr("by_age.weights must be finite numbers [1]"));
+  EXPECT_THAT(said(R"([{"age": 4, "weights": [1], "bias": 1e39}])"),
+              HasSubstr("by_age.bias must be a finite number"));
+}
+
 }  // namespace epikv_probe_test
 }  // namespace epikv

@@ -23,6 +23,8 @@ def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Pat
         result = client.score([5] * 40, list(range(20, 120)), kv=kv)
         assert result.summary.kv.rounds > 0, name
         assert not result.summary.kv.uncalibrated
+    kv = Kv("epikv_probe", 80, params={"slack": 7, "aged": True})  # its artefact tells of ages, too
+    assert client.score([5] * 40, list(range(20, 120)), kv=kv).summary.kv.rounds > 0
     params = json.loads((artefact_dir / "thinkv_tbe.json").read_text())["params"]
     defaults = {p.name: p.default_value for p in client.policy("thinkv_tbe").params}
     assert {name: defaults[name] for name in params} == params

@@ -44,6 +44,29 @@ def test_measures_what_transformers_shows(tmp_path: Path) -> None:
     assert labels.tolist() == pytest.approx(most, rel=1e-4)
 
 
+def test_read_outs_by_age_are_regressions_of_what_is_left_of_attention(tmp_path: Path) -> None:
+    random_model(TINY, tmp_path / "model.pt", seed=5, check=False)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    texts = [
+        Text(torch.randint(61, (100,), generator=torch.Generator().manual_seed(i)).tolist(), 3)
+        for i in range(8)
+    ]
+    short = [Text([1] * 40), Text([])]  # of too few of these
+    found = epikv_probe.by_age(module, manifest, [*short, *texts], layer=1)
+    assert [of.age for of in found] == [16, 32]
+    assert epikv_probe.by_age(module, manifest, texts[:7], layer=1) == []
+    for of in found:
+        read = [*texts, *(text for text in short if len(text.ids) >= 2 * of.age)]
+        rows, labels = zip(
+            *(epikv_probe.measure(module, manifest, text, of.age) for text in read), strict=True
+        )
+        said = torch.cat(rows, 1)[1] @ torch.tensor(of.weights, dtype=torch.double) + of.bias
+        heard = torch.cat(labels)
+        assert (said - heard).mean().abs() < 1e-9  # the intercept is that of all texts
+        assert torch.cov(torch.stack([said, heard]))[0, 1] > 0
+    assert found[0].weights != found[1].weights
+
+
 def test_a_text_that_ends_before_it_begins_to_count_gives_nothing(tmp_path: Path) -> None:
     random_model(TINY, tmp_path / "model.pt", check=False)
     module, manifest, _ = load(tmp_path / "model.pt")
@@ -178,6 +201,9 @@ def test_writes_an_artefact(tmp_path: Path) -> None:
     assert (made_with["texts"], made_with["gap"]) == (10, 30)
     assert made_with["tokens"] == 10 * (150 - 21 - 30)
     assert "block 0 finds 1.00" in result.output
+    assert [of["age"] for of in data["by_age"]] == [16, 32, 64]
+    for of in data["by_age"]:  # wherever they are, w3 and w7 are looked at
+        assert max(of["weights"]) == of["weights"][2] > 0
 
 
 def test_refuses_a_model_that_looks_at_all_alike(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 What a token is worth to a cache is the largest attention that it gets, in any layer and head, from
 a query at least `gap` tokens younger. A ridge regression reads that off the residual after a block
 as the policy sees it: at the token's birth, brought to root mean square 1.
+
+By age, the same is read off for several gaps: of what the next tokens look at most is said from where on they do not
+any more. That is in units of attention, so that tokens of different ages can be compared.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,9 @@ TOP = 0.1  # of a text's tokens, those that a probe ought to find
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))  # in units of a channel's mean variance
 LEAST_TOKENS, LEAST_TEXTS = 20, 8
 LEVEL = 0.05  # of the interval, over all layers of which the best is taken
+# Read-outs by age explain at least such a share of what they could: weaker weights serve other kinds of text better.
+EXPLAINED = 0.6
+AGES = tuple(2**power for power in range(4, 16))  # tokens, of read-outs by age
 
 
 class CalibrationError(ValueError):
@@ -45,29 +51,53 @@ class Probe:
     tokens: int
 
 
+@dataclass(frozen=True)
+class ReadOut:
+    """What a token will be worth from an age on: the largest attention from a query at least so much younger."""
+
+    age: int  # tokens
+    weights: list[float]  # [hidden]
+    bias: float
+
+
 def measure(
     module: torch.jit.ScriptModule, manifest: Manifest, text: Text, gap: int
 ) -> tuple[Tensor, Tensor]:
     """Of the tokens that count and are at least `gap` older than the text's end: what a probe reads
     after every block, double [layers, n, hidden], and what it should say, [n]."""
+    residuals, [far] = measure_all(module, manifest, text, [gap])
+    counted = _counted(text, gap)
+    return normalised(residuals[:, counted]), far[counted].double()
+
+
+def _counted(text: Text, gap: int) -> slice:
+    return slice(text.first, max(text.first, len(text.ids) - gap))
+
+
+def measure_all(
+    module: torch.jit.ScriptModule, manifest: Manifest, text: Text, gaps: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Of all tokens of a text: residuals after every block, [layers, n, hidden], and the largest attention from a query
+    at least `gap` younger, [gaps, n]."""
     cache = KvCache.empty(manifest)
-    far = torch.zeros(len(text.ids))
+    far = torch.zeros(len(gaps), len(text.ids))
     chunks: list[Tensor] = []
     for start in range(0, len(text.ids), CHUNK):
         ids = text.ids[start : start + CHUNK]
         positions = torch.arange(start, start + len(ids))
         seen = start + len(ids)
-        near = positions[:, None] - torch.arange(seen) < gap
+        ages = positions[:, None] - torch.arange(seen)
 
-        def watch(_: int, weights: Tensor, near: Tensor = near, seen: int = seen) -> None:
-            most = weights.masked_fill(near, 0).amax((0, 1))
-            far[:seen] = torch.maximum(far[:seen], most)
+        def watch(_: int, weights: Tensor, ages: Tensor = ages, seen: int = seen) -> None:
+            by_query = weights.amax(0)  # of the heads
+            for of, gap in zip(far, gaps, strict=True):
+                most = by_query.masked_fill(ages < gap, 0).amax(0)
+                of[:seen] = torch.maximum(of[:seen], most)
 
         with running(Step(manifest, [cache], [len(ids)], positions, watch=watch)) as step:
             module(torch.tensor(ids), positions, torch.zeros(1, dtype=torch.int64))
         chunks.append(torch.stack(step.residuals[1:]))
-    counted = slice(text.first, max(text.first, len(text.ids) - gap))
-    return normalised(torch.cat(chunks, 1)[:, counted]), far[counted].double()
+    return torch.cat(chunks, 1), far
 
 
 def normalised(residuals: Tensor) -> Tensor:
@@ -171,19 +201,64 @@ def find(
     )
 
 
+def by_age(
+    module: torch.jit.ScriptModule, manifest: Manifest, texts: Sequence[Text], layer: int
+) -> list[ReadOut]:
+    """Read-outs of the residual after block `layer`, for those of AGES that LEAST_TEXTS texts have twice over."""
+
+    def long_enough(age: int) -> list[int]:
+        # In what is left of a text behind an age, as much should be able to look at a token as before.
+        return [i for i, text in enumerate(texts) if len(text.ids) - text.first >= 2 * age]
+
+    halves: dict[int, dict[int, int]] = {}  # by age, of each text that is read for it
+    for age in AGES:
+        if len(enough := long_enough(age)) < LEAST_TEXTS:
+            break
+        dealt = np.random.default_rng(0).permutation(enough)
+        halves[age] = {int(text): place % 2 for place, text in enumerate(dealt)}
+    size = manifest.hidden_size + 2
+    parts = torch.zeros(len(halves), 2, 1, size, size, dtype=torch.double)
+    for number, text in enumerate(texts):
+        ages = [age for age, of in halves.items() if number in of]
+        if not ages:
+            continue
+        residuals, far = measure_all(module, manifest, text, ages)
+        rows = normalised(residuals[layer : layer + 1])
+        for part, age, labels in zip(
+            parts, ages, far, strict=False
+        ):  # those that it has come first
+            counted = _counted(text, age)
+            part[halves[age][number]] += moments(rows[:, counted], labels[counted].double())
+    found = []
+    for age, (one, other) in zip(halves, parts, strict=True):
+        [fit] = regress(one + other, _strengths(one, other, EXPLAINED))
+        found.append(ReadOut(age, fit[:-1].tolist(), float(fit[-1])))
+    return found
+
+
 def fitted(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """The weights for both parts, [layers, hidden], so that what they read has standard deviation
     1; and the strength of the ridge, [layers]: that which predicts one part best from the other."""
-    layers = len(one)
-    errors = []
-    for strength in STRENGTHS:
-        each = torch.full((layers,), strength, dtype=torch.double)
-        errors.append(error(other, regress(one, each)) + error(one, regress(other, each)))
-    strengths = torch.tensor(STRENGTHS, dtype=torch.double)[torch.stack(errors).argmin(0)]
+    strengths = _strengths(one, other)
     weights = regress(one + other, strengths)[:, :-1]
     covariance, _ = centred(one + other)
     spread = torch.einsum("li,lij,lj->l", weights, covariance[:, :-1, :-1], weights).sqrt()
     return weights / spread.clamp_min(1e-30)[:, None], strengths
+
+
+def _strengths(one: Tensor, other: Tensor, share: float = 1) -> Tensor:
+    """By layer, the largest strength with which one part explains of the other's variance at least a share of what it
+    explains with the best."""
+    errors = []
+    for strength in STRENGTHS:
+        each = torch.full((len(one),), strength, dtype=torch.double)
+        errors.append(error(other, regress(one, each)) + error(one, regress(other, each)))
+    whole = sum(centred(part)[0][:, -1, -1] for part in (one, other))
+    explained = whole - torch.stack(errors)  # [strengths, layers]
+    best = explained.amax(0)
+    enough = explained >= torch.where(best > 0, share * best, best)
+    last = len(STRENGTHS) - 1 - enough.flip(0).int().argmax(0)
+    return torch.tensor(STRENGTHS, dtype=torch.double)[last]
 
 
 def confidence(shares: np.ndarray, level: float) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """`epikv calibrate`"""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,13 +173,18 @@ def epikv_probe(
     ]
     try:
         probe = calibration.find(module, manifest, counted, gap)
+        ages = calibration.by_age(module, manifest, counted, probe.layer)
     except calibration.CalibrationError as error:
         raise click.ClickException(str(error)) from error
     _write(
         out,
         "epikv_probe",
         manifest,
-        data={"layer": probe.layer, "weights": probe.weights},
+        data={
+            "layer": probe.layer,
+            "weights": probe.weights,
+            "by_age": [asdict(of) for of in ages],
+        },
         made_with={
             "texts": probe.texts,
             "tokens": probe.tokens,

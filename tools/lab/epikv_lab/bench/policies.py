@@ -188,7 +188,8 @@ def _artefacts(model: Path) -> Path:
         # Random weights foretell nothing, and any direction costs as much.
         draw = random.Random(0)
         weights = [draw.gauss(0, 1) for _ in range(manifest.hidden_size)]
-        data = {"layer": len(manifest.layers) // 2, "weights": weights}
+        ages = [{"age": 16 << i, "weights": weights, "bias": 0.0} for i in range(8)]
+        data = {"layer": len(manifest.layers) // 2, "weights": weights, "by_age": ages}
         artefacts.write(probe, "epikv_probe", manifest, data=data, made_with={"tokens": 0})
     _gates(model, folder)
     return folder

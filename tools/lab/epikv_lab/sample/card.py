@@ -6,7 +6,7 @@ what tools/lab/text holds.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -20,7 +20,7 @@ from epikv.stats import difference, sign_test, wilson
 
 from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
-from epikv_lab.sample.measure import GATES, MODELS, calibrated, folders, scores_of
+from epikv_lab.sample.measure import AGED, GATES, MODELS, calibrated, folders, scores_of
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 from epikv_lab.stdlib import page as real_text
 
@@ -44,7 +44,9 @@ def pages() -> dict[Path, str]:
         "pairs": _pairs,
         "axes": _axes,
         "candidates": _candidates,
-        "judged": _judged,
+        "judged": lambda: _compared("pair", PROBE),
+        "aged-shares": lambda: _shares("aged"),
+        "aged": lambda: _compared("aged", AGED[0]),
         "curves": _curves,
         **reproduction.parts(),
         **claims.parts(),
@@ -307,32 +309,53 @@ def _candidates() -> str:
     )
 
 
-def _judged() -> str:
-    """What epikv_probe solves more than each other, on the same problems, by axis and over both."""
-    axes = (None, Axis.REASONING, Axis.RECALL)
-    by_seed = scores_of("pair")
+def _pooled(by_seed: Mapping[str, Sequence[Score]]) -> list[Score]:
+    """Those of arms that every seed has."""
     everywhere = [{score.arm for score in found} for found in by_seed.values()]
-    pooled = [
+    return [
         score
         for found in by_seed.values()
         for score in found
         if all(score.arm in arms for arms in everywhere)
     ]
+
+
+def _shares(evaluation: str) -> str:
+    """What each arm solves, all seeds together, by axis."""
+    pooled = _pooled(scores_of(evaluation))
+    if not pooled:
+        return NOT_RUN
+    budgets = budgets_of(pooled)
+    of = {a: [s for s in pooled if axis(s.task) == a] for a in (Axis.REASONING, Axis.RECALL)}
+    counts = ", ".join(f"{a} {len(solved(of[a], RANDOM, budgets[0]))}" for a in of)
+    heads = [f"{a} {budget}" for a in of for budget in budgets]
+    lines = [table_row("policy", *heads), table_row(*["---"] * (len(heads) + 1))]
+    for arm in dict.fromkeys(score.arm for score in pooled):
+        cells = [_interval(solved(of[a], arm, b)) for a in of for b in budgets]
+        lines.append(table_row(_name(arm, pooled), *cells))
+    return "\n".join([f"Problems a cell: {counts}.", "", *lines])
+
+
+def _compared(evaluation: str, ours: str) -> str:
+    """What an arm solves more than each other, on the same problems, by axis and over both."""
+    axes = (None, Axis.REASONING, Axis.RECALL)
+    by_seed = scores_of(evaluation)
     parts = []
-    for seed, found in {f"{len(by_seed)} seeds together": pooled, **by_seed}.items():
+    together = {f"{len(by_seed)} seeds together": _pooled(by_seed)} if len(by_seed) > 1 else {}
+    for seed, found in {**together, **by_seed}.items():
         if not found:
             continue
         budgets = budgets_of(found)
         of = {a: [s for s in found if a is None or axis(s.task) == a] for a in axes}
         counts = ", ".join(f"{a or 'all'} {len(solved(of[a], RANDOM, budgets[0]))}" for a in axes)
         heads = [f"{a or 'all'} {budget}" for a in axes for budget in budgets]
-        lines = [f"### {seed}: {counts}\n", table_row("`epikv_probe` less", *heads)]
+        lines = [f"### {seed}: {counts}\n", table_row(f"`{ours}` less", *heads)]
         lines.append(table_row(*["---"] * (len(heads) + 1)))
         for arm in dict.fromkeys(score.arm for score in found):
-            if arm == PROBE:
+            if arm == ours:
                 continue
             cells = [
-                _difference(solved(of[a], PROBE, b), solved(of[a], arm, b))
+                _difference(solved(of[a], ours, b), solved(of[a], arm, b))
                 for a in axes
                 for b in budgets
             ]

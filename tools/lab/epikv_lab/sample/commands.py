@@ -135,7 +135,8 @@ def packets(seeds: tuple[str, ...], out: Path) -> None:
 
 @click.command()
 @click.argument(
-    "name", type=click.Choice(["tournament", "pair", "lengths", "reproduction", "claims"])
+    "name",
+    type=click.Choice(["tournament", "pair", "aged", "lengths", "reproduction", "claims"]),
 )
 @click.option(
     "--policy",

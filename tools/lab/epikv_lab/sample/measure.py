@@ -19,6 +19,12 @@ from epikv_lab.sample.scores import Score, condense, joined, read, write
 MODELS = Path(__file__).resolve().parents[3] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
 INVERSE = "epikv_flat:layer_a=1,layer_b=3,sign=-1"
+AGED = (
+    "epikv_probe:aged=true",
+    "epikv_probe",
+    "expected_attention",
+    "dbtrimkv",
+)
 ANCHORS = ("random_attention", "h2o", "h2o:scope=model", "snapkv", "triattention", "epikv_probe")
 
 
@@ -126,6 +132,7 @@ EVALUATIONS = {
         _TASKS, 50, "test", (0.75, 0.5, 0.35, 0.25, 0.15), lambda seed: ["all"]
     ),
     "pair": Evaluation(_TASKS, 125, "pair", (0.5, 0.35, 0.25), flat_arms),
+    "aged": Evaluation(_TASKS, 125, "aged", (0.5, 0.35, 0.25, 0.15), lambda seed: AGED),
     "lengths": Evaluation(
         tuple(
             f"sample:{name}@{lines}"
