@@ -33,3 +33,10 @@ def test_costs_are_none_where_nothing_is_dropped(
         else:
             assert of.kl > 1e-2 and of.same < of.places
     assert judge.costs(out) == found
+
+
+def test_all_that_can_be_judged_is_by_default(client: Client, artefact_dir: Path) -> None:
+    wanted = judge.usable(client.policies())
+    assert {"sliding", "h2o", "epikv_probe", "epikv_probe:aged=true"} <= set(wanted)
+    assert "oracle" not in wanted
+    assert arms(client.policies(), wanted, slack=0, oracle=False)

@@ -119,11 +119,7 @@ def judge(
         client = served.client
         [info] = client.models()
         catalog = client.policies()
-        wanted = policies or tuple(
-            p.name
-            for p in catalog
-            if not p.evaluation_only and (p.has_artefact or not p.needs_artefact)
-        )
+        wanted = policies or judge.usable(catalog)
         texts = corpus.texts(corpus.fetch(sources))
         try:
             judge.bind(out, info.weights, corpus.digest(texts), SLACK)

@@ -19,7 +19,7 @@ import numpy as np
 from epikv.client import Client
 from epikv.errors import InvalidRequest
 from epikv.eval.plan import FULL, RANDOM, Arm
-from epikv.messages import ScoreResponse, TopLogprobs
+from epikv.messages import Policy, ScoreResponse, TopLogprobs
 from epikv.options import Kv
 from epikv.stats import Estimate, difference, ratio
 from tokenizers import Tokenizer
@@ -31,6 +31,7 @@ JUDGED = 512  # of these the last: at their first a budget of a half is full
 SHARES = (0.5, 0.35, 0.25, 0.15)  # budgets, of a passage's tokens
 FAR = 512  # tokens back, or more
 TOP = 20  # likeliest tokens that are told of each place
+VARIANTS = ("epikv_probe:aged=true",)  # judged beside the policies themselves
 _LEAST = 1e-6  # of the probability of all other tokens: what float32 tells from 0
 
 
@@ -58,6 +59,16 @@ class Cost:
     same: int  # places whose likeliest token is full's
     known: int  # far places whose word is full's likeliest
     kept: int  # of these, that are the arm's likeliest, too
+
+
+def usable(catalog: Iterable[Policy]) -> tuple[str, ...]:
+    """Arms of all policies that need no calibration or have it."""
+    names = [
+        policy.name
+        for policy in catalog
+        if not policy.evaluation_only and (policy.has_artefact or not policy.needs_artefact)
+    ]
+    return (*names, *(arm for arm in VARIANTS if arm.partition(":")[0] in names))
 
 
 def passages(tokenizer: Tokenizer, read: Sequence[corpus.Text], most: int) -> list[Passage]:

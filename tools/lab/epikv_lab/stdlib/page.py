@@ -14,6 +14,7 @@ from epikv_lab.stdlib import judge
 
 PAGE = MODELS.parent / "lab" / "TEXT.md"
 FOLDER = MODELS.parent / "lab" / "text"
+CURVE_POINTS = 9  # columns
 
 
 def parts() -> dict[str, Callable[[], str]]:
@@ -59,14 +60,18 @@ def _shown(of: Estimate) -> str:
 
 
 def _curve() -> str:
-    """Loss of the training, every other line of the log and the last."""
+    """Loss of the training, at some lines of the log and the last; and by place in a window."""
     read = [json.loads(line) for line in (FOLDER / "log.jsonl").read_text().splitlines()]
-    rows = read[:-1:2] + read[-1:]
-    return "\n".join(
-        [
-            table_row("million tokens", *(f"{row['tokens'] / 1e6:.1f}" for row in rows)),
-            table_row(*["---"] * (len(rows) + 1)),
-            table_row("training loss", *(f"{row['loss']:.2f}" for row in rows)),
-            table_row("validation loss", *(f"{row['validation']:.2f}" for row in rows)),
-        ]
-    )
+    rows = [
+        read[i] for i in np.linspace(0, len(read) - 1, min(len(read), CURVE_POINTS)).astype(int)
+    ]
+    lines = [
+        table_row("million tokens", *(f"{row['tokens'] / 1e6:.1f}" for row in rows)),
+        table_row(*["---"] * (len(rows) + 1)),
+        table_row("training loss", *(f"{row['loss']:.2f}" for row in rows)),
+        table_row("validation loss", *(f"{row['validation']:.2f}" for row in rows)),
+    ]
+    for part in rows[-1]["by_position"]:
+        said = (f"{row['by_position'][part]:.2f}" for row in rows)
+        lines.append(table_row(f"of its places {part}", *said))
+    return "\n".join(lines)
