@@ -87,19 +87,24 @@ TEST(EpikvProbe, NothingAtAllIsAScoreLikeAnother) {
   EXPECT_EQ(kept.front(), 40);
 }
 
+// Of a residual of token 7 that holds `bad`.
+void ExpectTokenSevenNamed(const FakeSequence::Options& options, float bad) {
+  FakeWorld world = RandomWorld(5, 1 << 20);
+  world.residual = [&, good = world.residual](int64_t layer, int64_t token) {
+    std::vector<float> row = good(layer, token);
+    if (token == 7) row[2] = bad;
+    return row;
+  };
+  FakeSequence sequence(options, world);
+  while (!sequence.OverBudget()) sequence.Decode();
+  const Eviction eviction = sequence.Ask();
+  EXPECT_EQ(eviction.status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(eviction.status.message()), HasSubstr("token 7"));
+}
+
 TEST(EpikvProbe, WhatIsNotFiniteIsAnError) {
   for (float bad : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
-    FakeWorld world = RandomWorld(5, 1 << 20);
-    world.residual = [&, good = world.residual](int64_t layer, int64_t token) {
-      std::vector<float> row = good(layer, token);
-      if (token == 7) row[2] = bad;
-      return row;
-    };
-    FakeSequence sequence(Options(), world);
-    while (!sequence.OverBudget()) sequence.Decode();
-    const Eviction eviction = sequence.Ask();
-    EXPECT_EQ(eviction.status.code(), absl::StatusCode::kInternal);
-    EXPECT_THAT(std::string(eviction.status.message()), HasSubstr("token 7"));
+    ExpectTokenSevenNamed(Options(), bad);
   }
 }
 
@@ -181,17 +186,7 @@ TEST(EpikvProbe, AgedDropsWhatIsWorthLeastAtTheAgeItHas) {
 
 TEST(EpikvProbe, AgedScoresThatAreNotFiniteAreAnError) {
   for (float bad : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
-    FakeWorld world = RandomWorld(5, 1 << 20);
-    world.residual = [&, good = world.residual](int64_t layer, int64_t token) {
-      std::vector<float> row = good(layer, token);
-      if (token == 7) row[2] = bad;
-      return row;
-    };
-    FakeSequence sequence(AgedOptions(), world);
-    while (!sequence.OverBudget()) sequence.Decode();
-    const Eviction eviction = sequence.Ask();
-    EXPECT_EQ(eviction.status.code(), absl::StatusCode::kInternal);
-    EXPECT_THAT(std::string(eviction.status.message()), HasSubstr("token 7"));
+    ExpectTokenSevenNamed(AgedOptions(), bad);
   }
 }
 
