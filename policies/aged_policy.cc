@@ -34,18 +34,8 @@ struct AgedPolicy::State final : public PolicyState {
   absl::Status status;
 };
 
-AgedPolicy::AgedPolicy(absl::Span<const int64_t> ages, Scorer scorer)
-    : num_ages_(std::ssize(ages)), scorer_(std::move(scorer)) {
-  const auto log_of = [](int64_t age) { return std::log2(static_cast<double>(age)); };
-  int64_t at = 0;
-  for (int64_t age = 0; age < ages.back(); ++age) {
-    while (at + 1 < num_ages_ && ages[at + 1] <= age) ++at;
-    const bool between = age > ages[at];
-    const double beyond =
-        between ? (log_of(age) - log_of(ages[at])) / (log_of(ages[at + 1]) - log_of(ages[at])) : 0;
-    places_.push_back({.at = at, .beyond = static_cast<float>(beyond)});
-  }
-}
+AgedPolicy::AgedPolicy(Ages ages, Scorer scorer)
+    : ages_(std::move(ages)), scorer_(std::move(scorer)) {}
 
 std::unique_ptr<PolicyState> AgedPolicy::NewState(const SequenceInfo&) const {
   return std::make_unique<State>();
@@ -59,10 +49,10 @@ void AgedPolicy::Observe(absl::Span<SequenceStep> steps) const {
     for (int64_t i = step.first; i < step.first + step.count; ++i) {
       if (protection.CoversForever(i)) continue;
       state.index.push_back(static_cast<int32_t>(i));
-      state.worth.resize(state.index.size() * num_ages_, kUnscored);
+      state.worth.resize(state.index.size() * ages_.count(), kUnscored);
     }
     if (step.phase == Phase::kPrefill || protection.CoversForever(step.first)) continue;
-    const absl::Span<float> worth = absl::MakeSpan(state.worth).last(num_ages_);
+    const absl::Span<float> worth = absl::MakeSpan(state.worth).last(ages_.count());
     scorer_(step, worth);
     if (!std::all_of(worth.begin(), worth.end(), [](float x) { return std::isfinite(x); })) {
       state.status.Update(
@@ -73,16 +63,9 @@ void AgedPolicy::Observe(absl::Span<SequenceStep> steps) const {
 
 void AgedPolicy::Forget(PolicyState* state, TokenSpan tokens) const {
   auto& aged = static_cast<State&>(*state);
-  aged.Filter(num_ages_, [&](size_t i) {
+  aged.Filter(ages_.count(), [&](size_t i) {
     return aged.index[i] < tokens.begin || aged.index[i] >= tokens.end;
   });
-}
-
-float AgedPolicy::WorthAt(int64_t age, absl::Span<const float> worth) const {
-  if (age >= std::ssize(places_)) return worth.back();
-  const Place& place = places_[age];
-  const float at = worth[place.at];
-  return place.beyond == 0 ? at : (1 - place.beyond) * at + place.beyond * worth[place.at + 1];
 }
 
 Eviction AgedPolicy::EvictOne(const EvictionTask& task) const {
@@ -94,9 +77,8 @@ Eviction AgedPolicy::EvictOne(const EvictionTask& task) const {
   for (size_t i = 0; i < state.index.size(); ++i) {
     const int64_t age = newest - state.index[i];
     if (age < task.cache.protection().recent) break;
-    const float worth =
-        WorthAt(age, absl::MakeConstSpan(state.worth).subspan(i * num_ages_, num_ages_));
-    open.emplace_back(worth, state.index[i]);
+    const float* const worth = state.worth.data() + i * ages_.count();
+    open.emplace_back(ages_.At(age, [worth](int64_t at) { return worth[at]; }), state.index[i]);
   }
   if (open.size() < excess) {
     return {.status = absl::InternalError(absl::StrCat(excess, " tokens must go but only ",
@@ -107,7 +89,7 @@ Eviction AgedPolicy::EvictOne(const EvictionTask& task) const {
   for (size_t i = 0; i < excess; ++i) eviction.victims[0].push_back(open[i].second);
   std::vector<int32_t> gone = eviction.victims[0];
   std::sort(gone.begin(), gone.end());
-  state.Filter(num_ages_, [&](size_t i) {
+  state.Filter(ages_.count(), [&](size_t i) {
     return !std::binary_search(gone.begin(), gone.end(), state.index[i]);
   });
   return eviction;

@@ -28,8 +28,6 @@ const ParamSpec kEpikvProbeParams[] = {
     SlackParam(0),
 };
 
-constexpr int64_t kOldest = 1 << 20;  // of ages that are told apart, in tokens
-
 // What a token will be worth from an age on: bias + weights . residual.
 struct ReadOut {
   float bias = 0;
@@ -62,9 +60,9 @@ absl::Status ReadAges(const nlohmann::json& by_age, const ModelShape& shape, Pro
     if (!entry.is_object()) return absl::InvalidArgumentError("by_age must be of objects");
     const nlohmann::json age = entry.value("age", nlohmann::json());
     const int64_t least = probe.ages.empty() ? 1 : probe.ages.back() + 1;
-    if (!age.is_number_integer() || age < least || age > kOldest) {
+    if (!age.is_number_integer() || age < least || age > Ages::kOldest) {
       return absl::InvalidArgumentError(
-          absl::StrCat("by_age must be of ages that ascend, from 1 to ", kOldest));
+          absl::StrCat("by_age must be of ages that ascend, from 1 to ", Ages::kOldest));
     }
     const nlohmann::json bias = entry.value("bias", nlohmann::json());
     if (!IsFinite(bias)) return absl::InvalidArgumentError("by_age.bias must be a finite number");
@@ -171,7 +169,7 @@ extern constinit const PolicySpec kEpikvProbe{
     .traits = &EpikvProbeTraits,
     .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {
       if (params.Bool("aged")) {
-        return std::make_shared<AgedPolicy>(ProbeOf(shape)->ages, AgedProbeScorer(shape));
+        return std::make_shared<AgedPolicy>(Ages(ProbeOf(shape)->ages), AgedProbeScorer(shape));
       }
       return std::make_shared<FrozenPolicy>(EpikvProbeScorer(shape));
     },
