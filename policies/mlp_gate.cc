@@ -32,9 +32,10 @@ std::string ShapeText(absl::Span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", ", add), "]");
 }
 
-// The array `name`, of this shape; a size of -1 may be any.
-absl::StatusOr<at::Tensor> TensorOf(const NamedArrays& arrays, const std::string& name,
-                                    const std::vector<int64_t>& wanted) {
+}  // namespace
+
+absl::StatusOr<at::Tensor> ArrayOf(const NamedArrays& arrays, const std::string& name,
+                                   const std::vector<int64_t>& wanted) {
   const auto found = arrays.find(name);
   if (found == arrays.end()) return absl::InvalidArgumentError(absl::StrCat(name, " is missing"));
   const NamedArray& array = found->second;
@@ -49,22 +50,22 @@ absl::StatusOr<at::Tensor> TensorOf(const NamedArrays& arrays, const std::string
   return at::tensor(at::ArrayRef<float>(array.values), at::kFloat).view(array.shape);
 }
 
-}  // namespace
-
 absl::StatusOr<std::vector<std::vector<MlpGate::Linear>>> MlpGate::Read(const NamedArrays& arrays,
                                                                         const ModelShape& shape,
-                                                                        int64_t depth) {
+                                                                        int64_t depth,
+                                                                        int64_t numbers) {
   std::vector<std::vector<Linear>> layers(shape.num_layers);
   size_t taken = 0;
   for (int64_t layer = 0; layer < shape.num_layers; ++layer) {
     int64_t width = shape.hidden_size, padding = 0;
     for (int64_t i = 1; i <= depth; ++i) {
       const std::string name = absl::StrCat("layers.", layer, ".linear", i);
-      const absl::StatusOr<at::Tensor> weight = TensorOf(
-          arrays, name + ".weight", {i == depth ? shape.num_kv_heads : int64_t{-1}, width});
+      const absl::StatusOr<at::Tensor> weight =
+          ArrayOf(arrays, name + ".weight",
+                  {i == depth ? shape.num_kv_heads * numbers : int64_t{-1}, width});
       if (!weight.ok()) return weight.status();
       width = weight->size(0);
-      const absl::StatusOr<at::Tensor> bias = TensorOf(arrays, name + ".bias", {width});
+      const absl::StatusOr<at::Tensor> bias = ArrayOf(arrays, name + ".bias", {width});
       if (!bias.ok()) return bias.status();
       const int64_t before = padding;
       padding = i == depth ? 0 : (kVector - width % kVector) % kVector;

@@ -10,6 +10,7 @@ extern const PolicySpec kDms;
 extern const PolicySpec kEpicache;
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
+extern const PolicySpec kEpikvForecast;
 extern const PolicySpec kEpikvHsVariance;
 extern const PolicySpec kEpikvLagKv;
 extern const PolicySpec kEpikvLagKvKey;
@@ -64,6 +65,7 @@ PolicyCatalog AllPolicies() {
       &kEpicache,            //
       &kEpikvBandAdaptive,   //
       &kEpikvFlat,           //
+      &kEpikvForecast,       //
       &kEpikvHsVariance,     //
       &kEpikvLagKv,          //
       &kEpikvLagKvKey,       //

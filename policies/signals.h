@@ -25,7 +25,7 @@ struct Signals {
   // after block l and h^L that after the last. [layers, count]
   absl::Span<const float> residual_distance;
 
-  // Signal::kGate: what Policy::gate() says of each new token. [layers, count, kv_heads]
+  // Signal::kGate: what Policy::gate() says of each new token. [layers, count, kv_heads, numbers]
   absl::Span<const float> gate;
 
   // Signal::kFinalHidden: of each new token, the residual stream after the last block as the

@@ -215,7 +215,8 @@ struct PolicyTraits {
   std::vector<int64_t> residual_layers;
   // Of kAttentionRow and kPromptAttention: the layers that are measured, ascending; empty: all.
   std::vector<int64_t> attention_layers;
-  int64_t window = 0;  // of kQueries: how many of the newest queries are kept
+  int64_t window = 0;        // of kQueries: how many of the newest queries are kept
+  int64_t gate_numbers = 1;  // of kGate: Gate::numbers
   // Names of the policy's per-slot fp32 columns; they travel with K and V.
   std::vector<absl::string_view> columns;
   // It rounds decoded tokens' rows (CacheView::RoundRows), and its first column has to how many

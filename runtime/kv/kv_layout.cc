@@ -44,7 +44,8 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   }
   // What the gate says of each row: by layer, of all, and as the policy is told.
   if (traits.signals.Has(Signal::kGate)) {
-    layout.step_bytes_per_row += 3 * layout.num_lanes * static_cast<int64_t>(sizeof(float));
+    layout.step_bytes_per_row +=
+        3 * layout.num_lanes * traits.gate_numbers * static_cast<int64_t>(sizeof(float));
   }
   // As the final norm leaves each row, in fp32, and as the policy is told.
   if (traits.signals.Has(Signal::kFinalHidden)) {

@@ -118,7 +118,7 @@ struct OpenSequence {
   // Of the tokens that the last step cached, where the policy declared them.
   std::vector<float> logit_entropy;      // [count]
   std::vector<float> residual_distance;  // [layers, count]
-  std::vector<float> gate;               // [layers, count, kv_heads]
+  std::vector<float> gate;               // [layers, count, kv_heads, numbers]
   std::vector<float> final_hidden;       // [count, hidden]
   LaneRowsOfStep attention_rows;
   std::vector<LaneRowsOfStep> rows_ahead;  // the same of items ahead, until they are accepted
@@ -205,11 +205,11 @@ struct StepItem {
   at::Tensor entropies;               // Signals::logit_entropy, if wanted. [num_rows]
   std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
   at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
-  std::vector<at::Tensor> gates;      // [num_rows, kv_heads] of each layer so far, if wanted
-  at::Tensor gate;                    // of all, [layers, num_rows, kv_heads], on the host
-  at::Tensor final_hidden;            // [num_rows, hidden], fp32, if wanted
-  at::Tensor log_sum_exp;             // of the layer that runs
-  at::Tensor tapped;                  // OpenSequence::tapped once it is committed
+  std::vector<at::Tensor> gates;  // [num_rows, kv_heads x numbers] of each layer so far, if wanted
+  at::Tensor gate;                // of all, [layers, num_rows, kv_heads x numbers], on the host
+  at::Tensor final_hidden;        // [num_rows, hidden], fp32, if wanted
+  at::Tensor log_sum_exp;         // of the layer that runs
+  at::Tensor tapped;              // OpenSequence::tapped once it is committed
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
   std::vector<float> last_residuals;
   bool measures_mass = false;

@@ -87,6 +87,7 @@ def _calibrate(sample_model: Path, directory: Path, text_folder: Path) -> None:
         ("dbtrimkv", [*quick, "--width", "8"]),
         ("dms", [*quick, "--window", "64"]),
         ("epicache", []),
+        ("epikv_forecast", []),
         ("kvzap", ["--instruction", ""]),
         ("trimkv", [*quick, "--width", "8"]),
     ):

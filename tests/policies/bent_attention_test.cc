@@ -259,12 +259,13 @@ TEST(BentAttention, EveryPolicyGetsOnWithNarrowWindows) {
       if (param.name == "slack") params["slack"] = int64_t{0};
       if (param.name == "window" && spec->name.find("epikv") != 0) params["window"] = kAsked;
     }
-    FakeSequence sequence({.spec = spec,
-                           .params = params,
-                           .protection = {.recent = 2},
-                           .prompt_tokens = 10,
-                           .budget = 24},
-                          world);
+    FakeSequence::Options options{.spec = spec,
+                                  .params = params,
+                                  .protection = {.recent = 2},
+                                  .prompt_tokens = 10,
+                                  .budget = 24};
+    options.shape.key_width = options.shape.value_width = kWidth;
+    FakeSequence sequence(options, world);
     sequence.Prefill(10);
     int64_t rounds = 0;
     for (int64_t step = 0; step < 40; ++step) {

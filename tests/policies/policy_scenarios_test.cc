@@ -69,21 +69,21 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
   return list;
 }
 
-// Of JSON: lists of numbers, or of lists of numbers, by name.
+void AddNumbers(const nlohmann::json& rows, std::vector<float>& numbers) {
+  if (!rows.is_array()) return numbers.push_back(rows);
+  for (const nlohmann::json& row : rows) AddNumbers(row, numbers);
+}
+
+// Of JSON: lists of numbers, or of such lists, by name.
 NamedArrays Arrays(const std::string& text) {
   NamedArrays arrays;
   const nlohmann::json all = nlohmann::json::parse(text);
   for (const auto& [name, rows] : all.items()) {
     NamedArray& array = arrays[name];
-    array.shape.push_back(std::ssize(rows));
-    if (!rows[0].is_array()) {
-      array.values = rows.get<std::vector<float>>();
-      continue;
+    for (const nlohmann::json* part = &rows; part->is_array(); part = &(*part)[0]) {
+      array.shape.push_back(std::ssize(*part));
     }
-    array.shape.push_back(std::ssize(rows[0]));
-    for (const nlohmann::json& row : rows) {
-      for (const nlohmann::json& number : row) array.values.push_back(number);
-    }
+    AddNumbers(rows, array.values);
   }
   return arrays;
 }
@@ -93,6 +93,8 @@ FakeSequence::Options Options(const Scenario& scenario) {
   options.shape = {.num_layers = 1,
                    .num_heads = 1,
                    .num_kv_heads = 1,
+                   .key_width = 2,
+                   .value_width = 2,
                    .hidden_size = 2,
                    .ropes = {{.inv_freq = {0}}},
                    .final_norm = true};

@@ -28,7 +28,7 @@ def group() -> None:
 
 group.add_command(calibrate_flat.command)
 group.add_command(calibrate_epicache.command)
-for _gates in ("trimkv", "dbtrimkv", "dms", "kvzap"):
+for _gates in ("trimkv", "dbtrimkv", "dms", "kvzap", "epikv_forecast"):
     group.add_command(getattr(calibrate_gates, _gates))
 group.add_command(calibrate_packet.command)
 

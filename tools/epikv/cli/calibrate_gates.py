@@ -1,4 +1,4 @@
-"""`epikv calibrate trimkv`, `dbtrimkv`, `dms`, `kvzap`: gates, small models beside the model."""
+"""`epikv calibrate trimkv`, `dbtrimkv`, `dms`, `kvzap`, `epikv_forecast`: gates, small models beside the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -281,3 +281,49 @@ def kvzap(
     click.echo(
         "explained of texts held out, by layer: " + ", ".join(f"{share:.2f}" for share in explained)
     )
+
+
+@click.command("epikv_forecast")
+@sources.with_options(*sources.SOURCES, sources.out("what it found goes"), sources.length())
+def epikv_forecast(
+    model: Path,
+    texts: tuple[Path, ...],
+    tasks: tuple[str, ...],
+    problems: int,
+    out: Path,
+    length: int,
+) -> None:
+    """Fit read-outs that foretell which tokens MODEL will look at.
+
+    By head and age, of what each layer is given; and measure what its queries are like."""
+    source = sources.load_texts(model, texts, tasks, problems, length)
+    from epikv.calibrate import artefacts, forecast
+    from epikv.eval.progress import progress
+
+    moments = forecast.Moments.none(source.manifest)
+    samples = []
+    try:
+        artefacts.check(source.manifest)
+        ids = [text for text in source.ids if len(text) >= 2 * forecast.AGES[0]]
+        ages = forecast.ages_of(ids)
+        with progress(len(ids), 0, "texts") as tell:
+            for number, text in enumerate(ids, 1):
+                samples.append(
+                    forecast.measure(source.module, source.manifest, text, ages, moments)
+                )
+                tell(number)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    with progress(len(source.manifest.layers), 0, "layers") as tell:
+        arrays, explained = forecast.fit(samples, ages, tell)
+    source.write(
+        out,
+        "epikv_forecast",
+        {**arrays, **forecast.queries(moments)},
+        data={"ages": ages},
+        texts=len(ids),
+        tokens=sum(map(len, ids)),
+        explained=explained,
+    )
+    by_age = ", ".join(f"{age}: {share:.2f}" for age, share in zip(ages, explained, strict=True))
+    click.echo(f"explained of one half of the texts by the other, by age in tokens: {by_age}")

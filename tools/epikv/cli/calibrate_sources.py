@@ -106,12 +106,19 @@ class Source:
     ids: list[list[int]]
 
     def write(
-        self, out: Path, policy: str, arrays: "Mapping[str, Tensor]", **made_with: Any
+        self,
+        out: Path,
+        policy: str,
+        arrays: "Mapping[str, Tensor]",
+        data: Mapping[str, Any] | None = None,
+        **made_with: Any,
     ) -> None:
         from epikv.calibrate import artefacts
 
         try:
-            artefacts.write(out, policy, self.manifest, data={}, arrays=arrays, made_with=made_with)
+            artefacts.write(
+                out, policy, self.manifest, data=data or {}, arrays=arrays, made_with=made_with
+            )
         except (OSError, ValueError) as error:
             raise click.ClickException(str(error)) from error
 

@@ -10,10 +10,10 @@ quickest is so close at some lengths that the choice would change from run to ru
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import grpc
@@ -28,6 +28,9 @@ from epikv_lab.bench import overhead
 from epikv_lab.bench.costs import write_costs
 from epikv_lab.bench.streams import Running, cancel_all, random_prompt, wait_until
 from epikv_lab.bench.targets import Target, finish
+
+if TYPE_CHECKING:
+    from epikv.export.manifest import Manifest
 
 SHAPE: harness.Shape = {**overhead.SHAPE, "context": 8192}
 THIN: harness.Shape = {**SHAPE, "ffn": 64}
@@ -205,9 +208,10 @@ def _gates(model: Path, folder: Path) -> None:
         "dms": dms.TRAINING,
         "kvzap": gates.Training(depth=2, bias=0.0),
     }
-    if all((folder / f"{policy}.json").exists() for policy in kinds):
+    if all((folder / f"{policy}.json").exists() for policy in (*kinds, "epikv_forecast")):
         return
     _, manifest, _ = load(model)
+    _forecast(folder, manifest)
     for policy, training in kinds.items():
         made = gates.Gates(manifest, training).arrays()
         artefacts.write(
@@ -218,6 +222,24 @@ def _gates(model: Path, folder: Path) -> None:
             arrays=made,
             made_with={"steps": 0},
         )
+
+
+def _forecast(folder: Path, manifest: "Manifest") -> None:
+    """Of random read-outs, for the ages that a calibration over long texts has; and of queries of no length."""
+    from epikv.calibrate import artefacts, forecast, gates
+
+    training = gates.Training(depth=1, bias=0.0)
+    wide = replace(manifest, num_kv_heads=manifest.num_kv_heads * len(forecast.AGES))
+    moments = forecast.Moments.none(manifest)
+    moments.count = 1
+    artefacts.write(
+        folder / "epikv_forecast.json",
+        "epikv_forecast",
+        manifest,
+        data={"ages": forecast.AGES},
+        arrays={**gates.Gates(wide, training).arrays(), **forecast.queries(moments)},
+        made_with={"tokens": 0},
+    )
 
 
 def _chosen(catalog: Sequence[Policy], wanted: str) -> list[Policy]:

@@ -230,7 +230,9 @@ GATES = {
     "dbtrimkv": ("--budget=128", "--steps=1000", "--rate=1e-2"),
     "dms": ("--window=32", "--compression=4", "--steps=1000", "--rate=3e-3"),
     "kvzap": ("--instruction=", "--gap=32"),  # the models cannot repeat a text
+    "epikv_forecast": ("--problems=50",),
 }
+WITHOUT_WORK = ("kvzap", "epikv_forecast")  # those are fitted at once
 GATE_PROBLEMS = 200  # of each family
 
 
@@ -243,9 +245,10 @@ def train_gates(seed: Path, out: Path) -> None:
         file = folder / f"{policy}.json"
         if file.exists():
             continue
-        command = [*_EPIKV, "calibrate", policy, str(exported(seed)), "-o", str(file), *settings]
+        command = [*_EPIKV, "calibrate", policy, str(exported(seed)), "-o", str(file)]
         command += [f"--task={task}" for task in _TASKS] + [f"--problems={GATE_PROBLEMS}"]
-        command += [] if policy == "kvzap" else [f"--work={out / f'{policy}.work'}"]
+        command += settings
+        command += [] if policy in WITHOUT_WORK else [f"--work={out / f'{policy}.work'}"]
         if status := processes.start(command, end=signal.SIGTERM).wait():
             raise SystemExit(status)
 
