@@ -20,12 +20,14 @@ from epikv.stats import difference, sign_test, wilson
 
 from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
+from epikv_lab.sample.heads import FILE as HEADS
 from epikv_lab.sample.measure import AGED, GATES, MODELS, calibrated, folders, scores_of
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 from epikv_lab.stdlib import page as real_text
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
+FORECAST = "epikv_forecast"
 # What the calibrated pair is held against, axis by axis.
 OTHERS = ("h2o", "snapkv", "triattention", "random_attention", PROBE, ORACLE, RANDOM, FROZEN)
 PICTURE = "![Problems solved against budget](../tools/sample_model/tournament.png)"
@@ -43,10 +45,12 @@ def pages() -> dict[Path, str]:
         "gates": _gates,
         "pairs": _pairs,
         "axes": _axes,
-        "candidates": _candidates,
+        "candidates": lambda: _candidates(CANDIDATES),
+        "heads": lambda: _candidates(HEADS),
         "judged": lambda: _compared("pair", PROBE),
         "aged-shares": lambda: _shares("aged"),
         "aged": lambda: _compared("aged", AGED[0]),
+        "forecast": lambda: _compared("aged", FORECAST),
         "curves": _curves,
         **reproduction.parts(),
         **claims.parts(),
@@ -278,9 +282,9 @@ def _axes() -> str:
     return "\n".join([*lines, "", f"Solved at {budgets} of the trace; problems a cell: {told}."])
 
 
-def _candidates() -> str:
-    """By simulation: solved on either axis, over all seeds."""
-    files = [file for seed in folders() if (file := seed / CANDIDATES).exists()]
+def _candidates(name: str) -> str:
+    """By simulation: solved on either axis, over all seeds. name: of each seed's file."""
+    files = [file for seed in folders() if (file := seed / name).exists()]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     if not rows:
         return NOT_RUN
@@ -289,20 +293,20 @@ def _candidates() -> str:
     heads = [f"{a} {fraction:.0%}" for a in axes for fraction in fractions]
     lines = [table_row("candidate", *heads), table_row(*["---"] * (len(heads) + 1))]
     counts: dict[Axis, int] = {}
-    for name in dict.fromkeys(row["candidate"] for row in rows):
+    for candidate in dict.fromkeys(row["candidate"] for row in rows):
         cells = []
         for a in axes:
             for fraction in fractions:
                 mine = [
                     row
                     for row in rows
-                    if row["candidate"] == name
+                    if row["candidate"] == candidate
                     and row["fraction"] == fraction
                     and axis(f"sample:{row['family']}") == a
                 ]
                 counts[a] = max(counts.get(a, 0), sum(row["problems"] for row in mine))
                 cells.append(f"{fmean(row['solved'] for row in mine):.2f}")
-        lines.append(table_row(name, *cells))
+        lines.append(table_row(candidate, *cells))
     told = ", ".join(f"{a} {count}" for a, count in counts.items())
     return "\n".join(
         [*lines, "", f"Problems a cell: {told} ({', '.join(file.parent.name for file in files)})."]

@@ -99,6 +99,23 @@ def candidates(model: Path, fit: int, count: int, fractions: tuple[float, ...]) 
 
 
 @click.command()
+@MODEL
+@click.option("--fit", default=12, show_default=True, help="Problems of each family to learn from.")
+@click.option(
+    "--count", default=25, show_default=True, help="Problems of each family to choose on."
+)
+@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.25, 0.15))
+def heads(model: Path, fit: int, count: int, fractions: tuple[float, ...]) -> None:
+    """Try the second list of ideas, by which heads keep tokens of their own; writes MODEL's heads.json."""
+    import torch
+
+    from epikv_lab.sample.heads import measure
+
+    torch.set_num_threads(1)  # the model is too small for more
+    measure(model, fit, count, fractions)
+
+
+@click.command()
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
 @OUT
 def calibrate(seeds: tuple[str, ...], out: Path) -> None:
@@ -142,7 +159,7 @@ def packets(seeds: tuple[str, ...], out: Path) -> None:
     "--policy",
     "only",
     multiple=True,
-    help="Add these alone to the tournament that is there, with the anchors once more, which must come out the same.",
+    help="Add these alone to the tournament, or to what `aged` is, with the anchors once more, which must come out the same.",
 )
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
 @OUT
@@ -150,8 +167,8 @@ def evaluate(name: str, only: tuple[str, ...], seeds: tuple[str, ...], out: Path
     """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
     from epikv_lab.sample.measure import folders, measure, named
 
-    if only and name != "tournament":
-        raise click.UsageError("--policy adds to the tournament alone")
+    if only and name not in ("tournament", "aged"):
+        raise click.UsageError("--policy adds to the tournament and to aged alone")
     for seed in folders(seeds):
         for each in named(name):
             measure(each, seed, out / (f"{each}-added" if only else each) / seed.name, only)

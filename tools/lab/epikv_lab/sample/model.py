@@ -45,6 +45,10 @@ class Cache:
         visible = torch.ones(batch, capacity, dtype=torch.bool, device=device)
         return cls(torch.zeros(shape, device=device), torch.zeros(shape, device=device), visible)
 
+    def seen(self, layer: int, end: int) -> Tensor:
+        """Which of the first `end` columns a layer's query may attend to: [B, 1 or G, 1, end]."""
+        return self.visible[:, None, None, :end]
+
 
 @dataclass
 class Taps:
@@ -87,19 +91,17 @@ class Attention(nn.Module):
             cache.values[self.layer, :, :, cache.length : end] = v
             k, v = cache.keys[self.layer, :, :, :end], cache.values[self.layer, :, :, :end]
         if cache is not None and count == 1:
-            out = self._decode(q, k, v, cache.visible[:, :end], taps)
+            out = self._decode(q, k, v, cache.seen(self.layer, end), taps)
         else:
             groups = HEADS // KV_HEADS
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
 
-    def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, taps: Taps | None
-    ) -> Tensor:
-        """One new token a sequence, q [B, H, 1, D] over the visible cache; adds up attention."""
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, taps: Taps | None) -> Tensor:
+        """One new token a sequence, q [B, H, 1, D] over what it sees of the cache; adds up attention."""
         grouped = q.view(q.shape[0], KV_HEADS, -1, HEAD_SIZE) * HEAD_SIZE**-0.5
-        scores = (grouped @ k.transpose(-1, -2)).masked_fill_(~visible[:, None, None], -torch.inf)
+        scores = (grouped @ k.transpose(-1, -2)).masked_fill_(~seen, -torch.inf)
         weights = scores.softmax(-1)  # [B, G, H/G, S]
         if taps is not None:
             mass = weights.sum((1, 2))
