@@ -40,14 +40,20 @@ at::Tensor ExpectedQueries::Logits(const Lane& lane, const at::Tensor& keys,
   const int64_t first = lane.head() * lane.group();
   const AttentionFacts attention = cache.attention(lane.layer());
   const double scale = attention.scale;
-  const at::Tensor mean =
-      moments.mean.narrow(0, first, lane.group()).matmul(rotation.t());  // [group, width]
-  at::Tensor logits = at::matmul(mean, keys.t()).mul_(scale);            // [group, n]
+  at::Tensor mean = moments.mean.narrow(0, first, lane.group());  // [group, width]
+  at::Tensor spread_of = moments.covariance.narrow(0, first, lane.group());
+  // Queries are turned to where they will be, or few keys back to where those are: whichever is
+  // less.
+  const bool turns_keys = keys.size(0) < lane.group() * keys.size(1);
+  const at::Tensor met = turns_keys ? keys.matmul(rotation) : keys;
+  if (!turns_keys) {
+    mean = mean.matmul(rotation.t());
+    if (covariance) spread_of = at::matmul(rotation, at::matmul(spread_of, rotation.t()));
+  }
+  at::Tensor logits = at::matmul(mean, met.t()).mul_(scale);  // [group, n]
   at::Tensor spread;
   if (covariance) {
-    const at::Tensor turned = at::matmul(
-        rotation, at::matmul(moments.covariance.narrow(0, first, lane.group()), rotation.t()));
-    spread = at::matmul(keys, turned).mul_(keys).sum(-1).mul_(scale * scale / 2);
+    spread = at::matmul(met, spread_of).mul_(met).sum(-1).mul_(scale * scale / 2);
   }
   if (attention.soft_cap.has_value()) {
     // The cap as its tangent at the mean: what is normal stays so.

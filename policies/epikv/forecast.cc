@@ -105,11 +105,15 @@ class Forecast final : public GatedPolicy {
         queries_.Logits(lane, rows_of(cache.keys(lane.layer(), lane.head())),
                         gate_->moments(lane.layer()), ropes_.at(lane.layer()));
     const at::Tensor norms = rows_of(cache.values(lane.layer(), lane.head())).norm(2, -1);
-    constexpr float kLeast = std::numeric_limits<float>::min();
-    const at::Tensor answers = logits.logsumexp(0) + norms.clamp_min(kLeast).log();
+    constexpr float kLeast = std::numeric_limits<float>::min(), kMost = 1e30f;
+    const at::Tensor answers =
+        (logits.logsumexp(0) + norms.clamp_min(kLeast).log()).clamp_(-kMost, kMost);
     const float* const answer = answers.const_data_ptr<float>();
+    const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
     for (size_t i = 0; i < fresh.size(); ++i) {
-      asked[fresh[i]] = answer[i] == 0 ? kLeast : answer[i];
+      // The first tokens are outliers as keys, and no such query is of them: they rank first.
+      const bool outlier = index[fresh[i]] < CacheView::kFirstMeasuredQuery;
+      asked[fresh[i]] = outlier ? kMost : answer[i] == 0 ? kLeast : answer[i];
     }
   }
 

@@ -1,3 +1,4 @@
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +8,8 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "policies/expected_logits.h"
+#include "policies/lane.h"
 #include "policies/registry.h"
 #include "tests/fixtures/fake_sequence.h"
 
@@ -75,6 +78,7 @@ FakeWorld World() {
 }
 
 double Score(const FakeWorld& world, int64_t token, int64_t age) {
+  if (token < CacheView::kFirstMeasuredQuery) return 1e30;  // the older goes
   const Row key = world.key(0, 0, token), value = world.value(0, 0, token);
   const Row given = world.attention_input(0, token);
   const NamedArrays arrays = Arrays();
@@ -112,7 +116,7 @@ TEST(EpikvForecast, DropsWhatIsWorthLeastAtTheAgeItHas) {
       cached.push_back(newest);
       if (std::ssize(cached) > 30 + slack) {
         ++rounds;
-        std::sort(cached.begin(), cached.end(), [&](int32_t a, int32_t b) {
+        std::stable_sort(cached.begin(), cached.end(), [&](int32_t a, int32_t b) {
           return Score(world, a, newest - a) > Score(world, b, newest - b);
         });
         for (size_t i = 30; i < cached.size(); ++i) old += newest - cached[i] >= 32;
@@ -157,6 +161,33 @@ TEST(EpikvForecast, WhatAWindowHidesGoesFirst) {
       ASSERT_THAT(kept, testing::Contains(sequence.newest() - back));
     }
   }
+}
+
+// Of few keys the keys are turned, of many the queries: the same is asked of each.
+TEST(EpikvForecast, TurnedKeysAreAskedWhatTurnedQueriesAsk) {
+  FakeSequence::Options options = Options(/*budget=*/30, /*slack=*/0);
+  options.shape.ropes = {RopeShape{.inv_freq = {0.7}, .attention_factor = 1.25}};
+  const FakeWorld world = World();
+  FakeSequence sequence(options, world);
+  sequence.Prefill(10);
+  Lane lane(sequence, 0, 0);
+  const at::Tensor keys = lane.keys();
+  const NamedArrays arrays = Arrays();
+  const auto of = [&](const char* name) {
+    const NamedArray& array = arrays.at(name);
+    return at::tensor(at::ArrayRef<float>(array.values)).view(array.shape);
+  };
+  const CacheView::QueryMoments moments{
+      .count = 1, .mean = of("layers.0.query_mean"), .covariance = of("layers.0.query_covariance")};
+  const ExpectedQueries queries{.future = 5};
+  const RopeShape& rope = options.shape.ropes[0];
+  const at::Tensor all = queries.Logits(lane, keys, moments, rope);  // more than 2 x 2
+  for (int64_t key = 0; key < 10; ++key) {
+    const at::Tensor alone = queries.Logits(lane, keys.narrow(0, key, 1), moments, rope);
+    EXPECT_TRUE(at::allclose(alone, all.narrow(1, key, 1), 1e-5, 1e-6)) << key;
+  }
+  const at::Tensor unturned = queries.Logits(lane, keys, moments, RopeShape{});
+  EXPECT_FALSE(at::allclose(all, unturned, 1e-2, 1e-2)) << "is no case";
 }
 
 // A value of nothing is worth nothing, and is no error.

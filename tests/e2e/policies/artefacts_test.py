@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Path) -> None:
     measured = ("epikv_probe", "thinkv_tbe", "triattention")
-    trained = ("dbtrimkv", "dms", "kvzap", "trimkv")
+    trained = ("dbtrimkv", "dms", "epikv_forecast", "kvzap", "trimkv")
     for name in (*measured, *trained):
         policy = client.policy(name)
         assert policy.has_artefact
@@ -40,7 +40,7 @@ def test_the_gates_that_are_shipped_serve_their_model(
     ):
         problem = next(iter(load("sample:programs@9", "shipped", 1)))
         assert isinstance(problem, Item) and problem.trace_tokens is not None
-        for name in ("dbtrimkv", "dms", "kvzap", "trimkv"):
+        for name in ("dbtrimkv", "dms", "epikv_forecast", "kvzap", "trimkv"):
             assert client.policy(name).has_artefact
             result = client.generate_once(
                 problem.prompt,
@@ -49,7 +49,7 @@ def test_the_gates_that_are_shipped_serve_their_model(
                 stop=Stop(problem.trace_tokens + 8),
             )
             assert result.summary.kv.rounds > 0, name
-            if name.endswith("trimkv"):
+            if name.endswith("trimkv") or name == "epikv_forecast":
                 assert all(problem.judge(result.text)), f"{name}: {result.text[-80:]}"
 
 
