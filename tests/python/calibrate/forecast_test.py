@@ -103,6 +103,28 @@ def test_read_outs_are_of_tokens_that_can_tell() -> None:
     assert explained == pytest.approx([1, 1], abs=1e-3)
 
 
+def test_a_head_that_attends_to_nothing_has_no_say() -> None:
+    """As behind a layer's window."""
+    texts = made_up(10, 1.0)
+    _, wanted = forecast.fit(texts, [16, 32])
+    nothing = torch.full((2, 2, 60, 1), forecast.LEAST).log()
+    blind = [Samples(t.given, torch.cat([t.worth, nothing], -1), t.left) for t in texts]
+    arrays, explained = forecast.fit(blind, [16, 32])
+    assert explained == pytest.approx(wanted)
+    assert not arrays["layers.0.linear1.weight"][4:].any()
+    assert arrays["layers.0.linear1.bias"][4:].tolist() == pytest.approx([-6.9078, -6.9078], 1e-4)
+    dead = [Samples(t.given, nothing, t.left) for t in texts]
+    assert forecast.fit(dead, [16, 32])[1] == [0, 0]
+
+
+def test_either_half_has_texts_of_every_age() -> None:
+    """However many short ones there are beside them."""
+    long = made_up(8, 0.0)
+    short = [Samples(t.given[:, :20], t.worth[:, :, :20], t.left[40:]) for t in made_up(90, 0.0)]
+    _, explained = forecast.fit([*short, *long], [16, 32])
+    assert explained == pytest.approx([1, 1], abs=1e-3)
+
+
 def test_what_is_explained_is_of_texts_that_were_not_fitted() -> None:
     draw = torch.Generator().manual_seed(1)
     nothing = [

@@ -5,6 +5,7 @@ least so much younger. Ridge regressions read the log of that off what the token
 moments are of queries before RoPE: what they would ask of a key is Expected Attention (arXiv 2510.00636).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from epikv.export.operators import KvCache, Step, running
 CHUNK = 64  # rows of a forward
 AGES = tuple(4**power for power in range(2, 8))  # tokens; policies/epikv/forecast.cc takes up to 12
 LEAST = 1e-3  # a smaller attention counts as this one
+ROUNDING = 1e-5  # of a logarithm in float32
 LEAST_TEXTS = 8  # that are twice as long as an age
 OUTLIERS = 4  # first tokens of a text, whose queries do not count (CacheView::kFirstMeasuredQuery)
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)  # of the ridge, in units of a channel's mean variance
@@ -30,7 +32,7 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class Samples:
-    """Of all tokens of some texts."""
+    """Of all tokens of a text."""
 
     given: Tensor  # float32 [layers, n, hidden]
     worth: Tensor  # the log of it, float32 [ages, layers, n, kv_heads]
@@ -110,38 +112,45 @@ def measure(
     return Samples(torch.stack([torch.cat(rows) for rows in given]), worth, left)
 
 
-def together(samples: Sequence[Samples]) -> Samples:
-    return Samples(
-        torch.cat([one.given for one in samples], 1),
-        torch.cat([one.worth for one in samples], 2),
-        torch.cat([one.left for one in samples]),
-    )
-
-
 def fit(
     texts: Sequence[Samples], ages: Sequence[int], tell: Callable[[int], None] = lambda _: None
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The arrays of a gate of one map (policies/mlp_gate.h), a head's ages side by side; and, by age, how much of the
-    variance one half of the texts explains of the other, mean over layers and heads. tell: layers that are done."""
-    order = np.random.default_rng(0).permutation(len(texts))
-    halves = [together([texts[i] for i in half]) for half in np.array_split(order, 2)]
+    variance one half of the texts explains of the other, mean over those layers and heads that attend to such tokens.
+    tell: layers that are done."""
+    halves = _dealt(texts)
     layers, heads = texts[0].given.shape[0], texts[0].worth.shape[3]
-    explained = torch.zeros(len(ages), layers, dtype=torch.double)
+    explained: list[list[Tensor]] = [[] for _ in ages]
     arrays = {}
     for layer in range(layers):
         maps = []
         for number, age in enumerate(ages):
             one, other = (_sums(half, number, age, layer) for half in halves)
+            spread = _spread(one, heads) + _spread(other, heads)
+            attends = spread > 0
             errors = torch.stack([_across(one, other, heads, each) for each in STRENGTHS])
-            spread = (_spread(one, heads) + _spread(other, heads)).clamp_min(1e-30)
-            best = int((errors / spread).mean(1).argmin())
-            explained[number, layer] = (1 - errors[best] / spread).mean()
-            maps.append(_ridge(one + other, heads, STRENGTHS[best]))
+            missed = errors[:, attends] / spread[attends]
+            best = int(missed.sum(1).argmin())
+            explained[number].append(1 - missed[best])
+            fitted = _ridge(one + other, heads, STRENGTHS[best])
+            fitted[-1] += math.log(LEAST)
+            maps.append(fitted)
         both = torch.stack(maps, 2).flatten(1)  # [hidden + 1, kv_heads x ages]
         arrays[f"layers.{layer}.linear1.weight"] = both[:-1].T.float().contiguous()
         arrays[f"layers.{layer}.linear1.bias"] = both[-1].float().contiguous()
         tell(layer + 1)
-    return arrays, explained.mean(1).tolist()
+    shares = [torch.cat(of_age) for of_age in explained]
+    return arrays, [float(share.mean()) if len(share) else 0.0 for share in shares]
+
+
+def _dealt(texts: Sequence[Samples]) -> tuple[list[Samples], list[Samples]]:
+    """Two halves, of long texts and of short ones alike."""
+    by_length = sorted(texts, key=lambda text: len(text.left))
+    swapped = np.random.default_rng(0).integers(2, size=len(texts))
+    halves: tuple[list[Samples], list[Samples]] = ([], [])
+    for place, text in enumerate(by_length):
+        halves[(place + swapped[place // 2]) % 2].append(text)
+    return halves
 
 
 def queries(moments: Moments) -> dict[str, Tensor]:
@@ -155,12 +164,16 @@ def queries(moments: Moments) -> dict[str, Tensor]:
     return arrays
 
 
-def _sums(samples: Samples, number: int, age: int, layer: int) -> Tensor:
-    """Sums of products of (channels, 1, labels), of the tokens with `age` more behind them."""
-    counted = samples.left >= age
-    x = samples.given[layer, counted].double()
-    y = samples.worth[number, layer, counted].double()
-    rows = torch.cat([x, x.new_ones(len(x), 1), y], 1)
+def _sums(texts: Sequence[Samples], number: int, age: int, layer: int) -> Tensor:
+    """Sums of products of (channels, 1, labels), of the tokens with `age` more behind them. Labels are what is above the
+    log of LEAST: all 0 of a head that attends to none."""
+    counted = [text.left >= age for text in texts]
+    pairs = list(zip(texts, counted, strict=True))
+    x = torch.cat([text.given[layer, some] for text, some in pairs]).double()
+    y = torch.cat([text.worth[number, layer, some] for text, some in pairs]).double()
+    above = y - math.log(LEAST)
+    above = above.where(above.abs() > ROUNDING, 0)
+    rows = torch.cat([x, x.new_ones(len(x), 1), above], 1)
     return rows.T @ rows
 
 
