@@ -25,6 +25,7 @@ NEEDS_FORWARD = {
 }
 # They need gates, which are trained for a model.
 LEARNED = ["dbtrimkv", "trimkv", "kvzap", "dms"]
+UNJUDGED = {"epikv_forecast"}  # needs one, too; the tournament has not judged it yet
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -164,7 +165,7 @@ def test_what_training_gives_is_told() -> None:
 
 def test_keydiff_is_the_best_of_those_that_evict_by_chunk() -> None:
     by_chunk = {name for name in REGISTRY if prompt_eviction(name) == "by_chunk"}
-    by_chunk -= NOT_TO_TAKE | set(LEARNED)
+    by_chunk -= NOT_TO_TAKE | set(LEARNED) | UNJUDGED
     for share in ("35%", "25%", "15%"):
         assert max(by_chunk, key=lambda name: added_up(name, share)) == "keydiff"
     before = {n for n in by_chunk if added_up(n, "50%") > added_up("keydiff", "50%")}

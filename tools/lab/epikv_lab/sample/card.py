@@ -20,7 +20,6 @@ from epikv.stats import difference, sign_test, wilson
 
 from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
-from epikv_lab.sample.heads import FILE as HEADS
 from epikv_lab.sample.measure import AGED, GATES, MODELS, calibrated, folders, scores_of
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 from epikv_lab.stdlib import page as real_text
@@ -45,8 +44,7 @@ def pages() -> dict[Path, str]:
         "gates": _gates,
         "pairs": _pairs,
         "axes": _axes,
-        "candidates": lambda: _candidates(CANDIDATES),
-        "heads": lambda: _candidates(HEADS),
+        "candidates": _candidates,
         "judged": lambda: _compared("pair", PROBE),
         "aged-shares": lambda: _shares("aged"),
         "aged": lambda: _compared("aged", AGED[0]),
@@ -282,9 +280,9 @@ def _axes() -> str:
     return "\n".join([*lines, "", f"Solved at {budgets} of the trace; problems a cell: {told}."])
 
 
-def _candidates(name: str) -> str:
-    """By simulation: solved on either axis, over all seeds. name: of each seed's file."""
-    files = [file for seed in folders() if (file := seed / name).exists()]
+def _candidates() -> str:
+    """By simulation: solved on either axis, over all seeds."""
+    files = [file for seed in folders() if (file := seed / CANDIDATES).exists()]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     if not rows:
         return NOT_RUN
