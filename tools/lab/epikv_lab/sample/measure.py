@@ -230,10 +230,11 @@ GATES = {
     "dbtrimkv": ("--budget=128", "--steps=1000", "--rate=1e-2"),
     "dms": ("--window=32", "--compression=4", "--steps=1000", "--rate=3e-3"),
     "kvzap": ("--instruction=", "--gap=32"),  # the models cannot repeat a text
-    "epikv_forecast": ("--problems=50",),
+    "epikv_forecast": (),
 }
 WITHOUT_WORK = ("kvzap", "epikv_forecast")  # those are fitted at once
 GATE_PROBLEMS = 200  # of each family
+FEWER_PROBLEMS = {"epikv_forecast": 50}
 
 
 def train_gates(seed: Path, out: Path) -> None:
@@ -246,8 +247,9 @@ def train_gates(seed: Path, out: Path) -> None:
         if file.exists():
             continue
         command = [*_EPIKV, "calibrate", policy, str(exported(seed)), "-o", str(file)]
-        command += [f"--task={task}" for task in _TASKS] + [f"--problems={GATE_PROBLEMS}"]
         command += settings
+        problems = FEWER_PROBLEMS.get(policy, GATE_PROBLEMS)
+        command += [f"--task={task}" for task in _TASKS] + [f"--problems={problems}"]
         command += [] if policy in WITHOUT_WORK else [f"--work={out / f'{policy}.work'}"]
         if status := processes.start(command, end=signal.SIGTERM).wait():
             raise SystemExit(status)
