@@ -3,7 +3,7 @@
 #include <limits>
 #include <optional>
 
-#include "policies/expected_logits.h"
+#include "policies/expected_queries.h"
 #include "policies/recipe.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 #include "policies/ages.h"
-#include "policies/expected_logits.h"
+#include "policies/expected_queries.h"
 #include "policies/gated_policy.h"
 #include "policies/mlp_gate.h"
 #include "policies/recipe.h"

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
-#include "policies/expected_logits.h"
+#include "policies/expected_queries.h"
 #include "policies/lane.h"
 #include "policies/registry.h"
 #include "tests/fixtures/fake_sequence.h"

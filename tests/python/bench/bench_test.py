@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click import ClickException
@@ -13,6 +14,7 @@ from epikv.messages import Packet, Policy, PolicyParam
 from epikv.scrape import parse
 from epikv.testing import DaemonError, find_binary
 from epikv_lab.bench import packets, policies
+from epikv_lab.bench.costs import write_costs
 from epikv_lab.bench.streams import random_prompt
 
 PAGE = """\
@@ -135,6 +137,20 @@ def test_costs_are_told_in_shares_of_a_step() -> None:
         "vase",
     ]
     assert "| `tova` | 0" in both and "| `tova` | 7" not in both
+
+
+def test_costs_that_stay_keep_what_they_were_made_with(tmp_path: Path) -> None:
+    def results(machine: str, *names: str) -> dict[str, Any]:
+        cost = {"cpu_us_per_token": {"512": 1.0}, "share_of_step": {"512": 0.01}}
+        return {"made_with": machine, "policies": dict.fromkeys(names, cost)}
+
+    file = tmp_path / "costs.inc"
+    write_costs(results("one", "tova", "vase"), file)
+    assert 'kMadeWith = "one";' in file.read_text()
+    write_costs(results("other", "raas"), file)
+    assert 'kMadeWith = "one; raas: other";' in file.read_text()
+    write_costs(results("new", "raas", "tova", "vase"), file)
+    assert 'kMadeWith = "new";' in file.read_text()
 
 
 def test_packets_are_told_beside_the_prefill_of_the_same_round() -> None:

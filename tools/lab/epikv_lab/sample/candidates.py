@@ -196,7 +196,7 @@ def _prompt(task: Problem) -> int:
 
 
 def _reads(layer: int, weights: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda h, z: _normalised(h[layer]) @ weights
+    return lambda h, z: normalised(h[layer]) @ weights
 
 
 def _entropy(model: Llama) -> Callable[[Tensor, Tensor], Tensor]:
@@ -209,7 +209,7 @@ def _entropy(model: Llama) -> Callable[[Tensor, Tensor], Tensor]:
     return of
 
 
-def _normalised(rows: Tensor) -> Tensor:
+def normalised(rows: Tensor) -> Tensor:
     """As a block reads them: of root mean square 1."""
     return rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -227,7 +227,7 @@ def _learn(model: Llama, count: int) -> tuple[dict[tuple[str, int], Tensor], Ten
             prompt = len(task.prompt.split())
             residuals, far = _afar(model, task)
             for layer in range(LAYERS):
-                rows[layer].append(_normalised(residuals[layer, prompt:]))
+                rows[layer].append(normalised(residuals[layer, prompt:]))
             labels["most"].append(far.amax((0, 1, 2))[prompt:])
             labels["sum"].append((far.sum((0, 1, 2))[prompt:] + 1e-4).log())
             steps = residuals[:, prompt - 1 :].diff(dim=1).norm(dim=-1)

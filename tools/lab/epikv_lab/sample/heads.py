@@ -17,15 +17,15 @@ import torch
 from epikv.sample import need
 from epikv.sample.families import FAMILIES, problem
 from epikv.sample.problem import Problem
-from epikv.sample.vocabulary import EOS, TOKEN_IDS, decode, encode
+from epikv.sample.vocabulary import EOS, TOKEN_IDS, encode
 from torch import Tensor, nn
 
+from epikv_lab.sample.candidates import normalised
 from epikv_lab.sample.model import (
     HEAD_SIZE,
     HEADS,
     KV_HEADS,
     LAYERS,
-    NORM_EPS,
     ROPE_THETA,
     WIDTH,
     Attention,
@@ -35,7 +35,7 @@ from epikv_lab.sample.model import (
     Taps,
     rotate,
 )
-from epikv_lab.sample.simulate import SLACK_TOKENS
+from epikv_lab.sample.simulate import SLACK_TOKENS, until_eos
 
 FILE = "heads.json"
 GROUP = HEADS // KV_HEADS
@@ -151,7 +151,7 @@ def run(
                 shape = (LAYERS, batch, KV_HEADS, t + 1)
                 scores = scorer.score(t, cache, prompt).expand(shape)
                 evict(by_lane[..., prompt : prompt + t + 1], scores, budgets, recent, pooled)
-    return [_until_eos(row) for row in torch.stack(generated, 1).tolist()]
+    return [until_eos(row) for row in torch.stack(generated, 1).tolist()]
 
 
 def evict(kept: Tensor, scores: Tensor, budgets: Tensor, recent: Tensor, pooled: bool) -> None:
@@ -168,11 +168,6 @@ def evict(kept: Tensor, scores: Tensor, budgets: Tensor, recent: Tensor, pooled:
         rows.argsort(dim=-1, descending=True, stable=True).argsort(-1) < budgets[:, None] * LANES
     )
     kept &= order.view(kept.shape[1], LAYERS, KV_HEADS, count).transpose(0, 1)
-
-
-def _until_eos(ids: list[int]) -> str:
-    end = ids.index(TOKEN_IDS[EOS]) + 1 if TOKEN_IDS[EOS] in ids else len(ids)
-    return decode(ids[:end])
 
 
 # What a token is worth by its age, said at its birth: [..., A] of what it reads.
@@ -403,10 +398,6 @@ def watch(model: Llama, task: Problem, needs: dict[str, need.Need], family: str)
 def _heads(rows: Tensor) -> Tensor:
     """[1, n, heads D] as [heads, n, D]."""
     return rows[0].unflatten(-1, (-1, HEAD_SIZE)).transpose(0, 1)
-
-
-def normalised(rows: Tensor) -> Tensor:
-    return rows / (rows.square().mean(-1, keepdim=True) + NORM_EPS).sqrt()
 
 
 RIDGE = 1e-2  # of a channel's mean variance

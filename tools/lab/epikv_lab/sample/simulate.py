@@ -145,7 +145,7 @@ def run(
             assert taps.attention is not None  # of a decode step there is one
             scores = scorer.score(t, residuals, taps.attention[:, prompt:])
             evict_one(cache.visible[:, : cache.length], scores, limits, protected)
-    return [_until_eos(ids) for ids in torch.stack(generated, 1).tolist()]
+    return [until_eos(ids) for ids in torch.stack(generated, 1).tolist()]
 
 
 def evict_one(visible: Tensor, scores: Tensor, limits: Tensor, protected: Tensor) -> None:
@@ -165,6 +165,6 @@ def evict_one(visible: Tensor, scores: Tensor, limits: Tensor, protected: Tensor
     visible[rows, visible.shape[1] - generated + victims[rows]] = False
 
 
-def _until_eos(ids: list[int]) -> str:
+def until_eos(ids: list[int]) -> str:
     end = ids.index(TOKEN_IDS[EOS]) + 1 if TOKEN_IDS[EOS] in ids else len(ids)
     return decode(ids[:end])

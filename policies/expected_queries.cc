@@ -1,4 +1,4 @@
-#include "policies/expected_logits.h"
+#include "policies/expected_queries.h"
 
 #include <ATen/ATen.h>
 
