@@ -351,7 +351,7 @@ def test_costs_are_the_table_of_the_daemon(tmp_path: Path) -> None:
     again = {"h2o": cost(0.01, 0.02), "cur": cost(0.5, 0.4)}
     write_costs({"made_with": "another", "policies": again}, tmp_path / "costs.inc")
     assert (tmp_path / "costs.inc").read_text().splitlines()[1:] == [
-        'constexpr absl::string_view kMadeWith = "another";',
+        r'constexpr absl::string_view kMadeWith = "a \"machine\"; cur, h2o: another";',
         "constexpr std::initializer_list<PolicyCost> kCosts = {",
         '    {"cur", 512, 5, 0.5},',
         '    {"full", 4096, 7.125, 0},',
