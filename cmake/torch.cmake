@@ -42,3 +42,14 @@ add_library(torch::torch ALIAS torch_imported)
 add_library(epikv_torch_pch OBJECT ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cc)
 target_link_libraries(epikv_torch_pch PUBLIC epikv_options torch::torch)
 target_precompile_headers(epikv_torch_pch PRIVATE ${PROJECT_SOURCE_DIR}/cmake/torch_pch.h)
+
+# A step makes hundreds of small tensors, and glibc's malloc shows in a small model's profile. First of a
+# program's libraries, so that all of them use it; sanitizers bring their own.
+function(epikv_use_mimalloc name)
+  if(NOT EPIKV_SANITIZE)
+    find_package(mimalloc REQUIRED)
+    target_compile_definitions(${name} PRIVATE EPIKV_MIMALLOC)
+    target_link_options(${name} BEFORE PRIVATE
+      "LINKER:--push-state,--no-as-needed,$<TARGET_FILE:mimalloc>,--pop-state")
+  endif()
+endfunction()

@@ -1,14 +1,7 @@
 #!/usr/bin/env bash
 # Lints, builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
-# For the client in tests/clients/node, buf in tests/wire and kubectl in tests/kubernetes. Debian's npm is 336 packages: not where
-# there is another.
-command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
-# The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
-# own, let clocks jump, and open pages in a browser.
-EPIKV_PACKAGES+=(git postgresql haproxy faketime)
-command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
-setup
+prepare
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"
@@ -17,7 +10,17 @@ unpack_prometheus() {
 }
 prometheus=$EPIKV_ROOT/build/prometheus
 export PATH=$PATH:$prometheus/usr/bin
-fetch_clients() {  # and other programs that tests run
+fetch_rest() {  # what tests need beside the daemon
+  # For the client in tests/clients/node, buf in tests/wire and kubectl in tests/kubernetes. Debian's npm is 336
+  # packages: not where there is another.
+  command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
+  # The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
+  # own, let clocks jump, and open pages in a browser.
+  EPIKV_PACKAGES+=(git postgresql haproxy faketime)
+  command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
+  install_packages
+  install_tools
+  stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
   for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
     [ "$folder/node_modules" -nt "$folder/package-lock.json" ] ||
       stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
@@ -28,14 +31,12 @@ fetch_clients() {  # and other programs that tests run
     { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
 }
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-# They wait for the network and for one core, and so beside the build.
-fetch_clients &
-fetched=$!
-stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh" &
-linted=$!
+# It waits for the network and for one core, and so beside the daemon's build, which needs none of it.
+fetch_rest &
+rest=$!
+build epikvd
+wait "$rest"
 build
-wait "$fetched"
-wait "$linted"
 # Takes what processor time the tests leave, which wait for their daemons and clocks a third of theirs.
 nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS" >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
 tidy=$!

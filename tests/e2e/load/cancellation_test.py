@@ -65,6 +65,7 @@ class State:
     has_tokens: bool = True
     draining: bool = False
     sessions: bool = False  # of each client one, which chooses the policy
+    deadline: float = 1.0  # in seconds: the least after which all are likely to be in it
 
 
 def all_are_paused(watch: Watch) -> bool:
@@ -91,7 +92,12 @@ STATES = {
         all_have_chunks, prompt=TASK_LONG, flags=SESSIONS, has_tokens=False, sessions=True
     ),
     "answering in a session": State(
-        all_run, prompt=TASK.prompt * 2, first="delta", flags=SESSIONS, sessions=True
+        all_run,
+        prompt=TASK.prompt * 2,
+        first="delta",
+        flags=SESSIONS,
+        sessions=True,
+        deadline=4.0,
     ),
     "outbox_full": State(all_are_paused, kv=EVICTING, paced=True),
     "draining": State(all_run_on, first="delta", kv=WHOLE + EVICTING, draining=True),
@@ -228,7 +234,7 @@ class Scene:
 @pytest.mark.parametrize("way", CODES)
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_nothing_is_left_of_clients_that_leave(sample_model: Path, state: State, way: str) -> None:
-    deadline, in_time = 1.0, False
+    deadline, in_time = state.deadline, False
     while not in_time:
         assert deadline < GENEROUS_SECONDS, "the state is never reached in time"
         with Daemon(sample_model, *FLAGS, *state.flags) as daemon:

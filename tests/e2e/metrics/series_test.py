@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from epikv.testing import Daemon
 from failed_start import start
-from metrics_page import Family, Series
+from metrics_page import Family, Series, parse, skim
 from series_daemon import busy_world, files_of
 from series_families import (
     ANY,
@@ -61,7 +61,9 @@ def observed(
         for scenario in SCENARIOS:
             world.run(scenario)
         names = [policy.name for policy in world.client.policies(model="sample")]
-        series = sum(not line.startswith("#") for line in text(world.daemon).splitlines())
+        last = text(world.daemon)
+        assert skim(last) == parse(last)
+        series = sum(not line.startswith("#") for line in last.splitlines())
         seen = Observed(world.moved, world.page, names, series, world.bound)
     files.store = folder / "another.db"
     flags = (

@@ -16,10 +16,11 @@ from epikv import Client, Experiment, Output, Patience, RpcError, Scheduling, St
 from epikv.connection import connect
 from epikv.testing import PACED, Daemon
 from epikv.v1 import admin_pb2_grpc, experiment_pb2_grpc
-from metrics_page import Family, Series, moved, parse
+from metrics_page import Family, Series, moved, parse, skim
 from series_families import CALLS
 
 GENEROUS_SECONDS = 30
+BETWEEN_LOOKS = 0.05  # seconds
 PROMPT = [5] * 40
 AT_ONCE = Patience(busy=0, unknown=0)
 
@@ -93,13 +94,14 @@ class World:
         self.look()
         while len({self.value(family) for family in CALLS}) > 1:
             assert time.monotonic() < deadline, {f: self.value(f) for f in CALLS}
+            time.sleep(BETWEEN_LOOKS)
             self.look()
 
     def look(self) -> None:
         self._take(text(self.daemon))
 
     def _take(self, answer: str) -> None:
-        before, self.page = self.page, parse(answer)
+        before, self.page = self.page, skim(answer)
         self.moved[self._scenario] |= moved(before, self.page)
 
     def value(self, family: str, **labels: str) -> float:
@@ -114,12 +116,13 @@ class World:
         deadline = time.monotonic() + GENEROUS_SECONDS
         pairs = [f'{label}="{wanted}"' for label, wanted in labels.items()]
         while True:
-            answer = text(self.daemon)  # which takes long to parse
+            answer = text(self.daemon)
             lines = [line for line in answer.splitlines() if re.match(rf"{family}\b", line)]
             found = [line for line in lines if all(pair in line for pair in pairs)]
             if sum(float(line.rpartition(" ")[2]) for line in found) == value:
                 return self._take(answer)
             assert time.monotonic() < deadline, f"{family} {labels}: not {value} but {found}"
+            time.sleep(BETWEEN_LOOKS)
 
     def until_more(self, family: str, **labels: str) -> None:
         """Looks until it is more than at the last look."""
@@ -127,6 +130,7 @@ class World:
         deadline = time.monotonic() + GENEROUS_SECONDS
         while self.value(family, **labels) <= before:
             assert time.monotonic() < deadline, f"{family} {labels} stays {before}"
+            time.sleep(BETWEEN_LOOKS)
             self.look()
 
     def take_part(self, request_id: str, tokens: int = 80, **context: bool | str) -> str:

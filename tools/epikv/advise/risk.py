@@ -61,10 +61,11 @@ class Wager:
     def _bet(self) -> float:
         """What grows the capital fastest if losses go on as they were (Kelly's)."""
 
+        gains = [(self.most - loss, count) for loss, count in self._seen.items()]
+
         def grows(bet: float) -> bool:
             """Whether the growth at this bet, the mean of log(1 + bet * (most - loss)), still rises."""
-            gains = ((self.most - loss, count) for loss, count in self._seen.items())
-            return sum(count * gain / (1 + bet * gain) for gain, count in gains) > 0
+            return sum([count * gain / (1 + bet * gain) for gain, count in gains]) > 0
 
         low, high = 0.0, self._largest
         if grows(high):
