@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
 # Lints, builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
+# For the client in tests/clients/node, buf in tests/wire and kubectl in tests/kubernetes. Debian's npm is 336
+# packages: not where there is another.
+command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
+# The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
+# own, let clocks jump, and open pages in a browser.
+EPIKV_PACKAGES+=(git postgresql haproxy faketime)
+command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
 prepare
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
@@ -11,14 +18,6 @@ unpack_prometheus() {
 prometheus=$EPIKV_ROOT/build/prometheus
 export PATH=$PATH:$prometheus/usr/bin
 fetch_rest() {  # what tests need beside the daemon
-  # For the client in tests/clients/node, buf in tests/wire and kubectl in tests/kubernetes. Debian's npm is 336
-  # packages: not where there is another.
-  command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
-  # The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
-  # own, let clocks jump, and open pages in a browser.
-  EPIKV_PACKAGES+=(git postgresql haproxy faketime)
-  command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
-  install_packages
   install_tools
   stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
   for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do

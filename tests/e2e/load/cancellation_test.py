@@ -65,7 +65,7 @@ class State:
     has_tokens: bool = True
     draining: bool = False
     sessions: bool = False  # of each client one, which chooses the policy
-    deadline: float = 1.0  # in seconds: the least after which all are likely to be in it
+    deadline: float = 1.0  # in seconds: the first that is tried
 
 
 def all_are_paused(watch: Watch) -> bool:
