@@ -165,30 +165,36 @@ TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   constexpr uint32_t kLong = 1000;  // the neighbour is still there when the other has begun
   StreamClient undisturbed(server_->stub(), Ask("sliding", kLong));
   ASSERT_TRUE(undisturbed.AwaitDone().ok());
-  const double of_kind_before = server_->PolicyErrors(kind);
-  std::vector<double> errors = server_->Errors();
-
-  const double shared_before = server_->SharedSteps();
-  StreamClient neighbour(server_->stub(), Ask("sliding", kLong));
   v1::GenerateRequest request = Ask("broken", 200);
   (*request.mutable_kv()->mutable_policy_params()->mutable_fields())["fault"].set_string_value(
       fault);
-  StreamClient broken(server_->stub(), request);
-  const grpc::Status status = broken.AwaitDone();
-  EXPECT_EQ(CodeName(status.error_code()), CodeName(grpc::INTERNAL)) << status.error_message();
-  EXPECT_EQ(ReasonIn(status), "POLICY_FAILED");
-  EXPECT_THAT(FieldsIn(status), IsEmpty());  // nothing was wrong with the request
-  EXPECT_THAT(status.error_message(), HasSubstr(sentence));
-  // Rounds begin when 41 tokens are cached; the third fails, after its token was delivered.
   const bool opened = fault != std::string("throws_opening");
-  EXPECT_THAT(broken.token_ids(), SizeIs(opened ? 40 - 20 + 1 + 3 : 0));
 
-  EXPECT_TRUE(neighbour.AwaitDone().ok());
-  EXPECT_EQ(server_->SharedSteps() > shared_before, opened);
-  EXPECT_EQ(Given(neighbour), Given(undisturbed));
-  EXPECT_EQ(server_->PolicyErrors(kind), of_kind_before + 1);
-  for (double& count : errors) ++count;
-  EXPECT_EQ(server_->Errors(), errors);
+  // On a busy machine a neighbour may end before the other request arrives: then both are sent
+  // again.
+  bool shared = false;
+  for (int attempt = 0; attempt == 0 || (opened && !shared && attempt < 20); ++attempt) {
+    const double of_kind_before = server_->PolicyErrors(kind);
+    std::vector<double> errors = server_->Errors();
+    const double shared_before = server_->SharedSteps();
+    StreamClient neighbour(server_->stub(), Ask("sliding", kLong));
+    StreamClient broken(server_->stub(), request);
+    const grpc::Status status = broken.AwaitDone();
+    EXPECT_EQ(CodeName(status.error_code()), CodeName(grpc::INTERNAL)) << status.error_message();
+    EXPECT_EQ(ReasonIn(status), "POLICY_FAILED");
+    EXPECT_THAT(FieldsIn(status), IsEmpty());  // nothing was wrong with the request
+    EXPECT_THAT(status.error_message(), HasSubstr(sentence));
+    // Rounds begin when 41 tokens are cached; the third fails, after its token was delivered.
+    EXPECT_THAT(broken.token_ids(), SizeIs(opened ? 40 - 20 + 1 + 3 : 0));
+
+    EXPECT_TRUE(neighbour.AwaitDone().ok());
+    shared = server_->SharedSteps() > shared_before;
+    EXPECT_EQ(Given(neighbour), Given(undisturbed));
+    EXPECT_EQ(server_->PolicyErrors(kind), of_kind_before + 1);
+    for (double& count : errors) ++count;
+    EXPECT_EQ(server_->Errors(), errors);
+  }
+  EXPECT_EQ(shared, opened);
 }
 
 INSTANTIATE_TEST_SUITE_P(
