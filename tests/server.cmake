@@ -33,6 +33,7 @@ epikv_test(stores_test FOLDER experiments FILES ${_stores}
 # What recorder_test kills.
 add_executable(recorder_crash experiments/recorder_crash.cc)
 target_link_libraries(recorder_crash PRIVATE epikv_server)
+epikv_reuse_headers(recorder_crash epikv_server_pch)
 epikv_watch_threads(recorder_crash)
 add_dependencies(stores_test recorder_crash)
 target_compile_definitions(stores_test PRIVATE EPIKV_RECORDER_CRASH="$<TARGET_FILE:recorder_crash>")
@@ -40,12 +41,14 @@ target_compile_definitions(stores_test PRIVATE EPIKV_RECORDER_CRASH="$<TARGET_FI
 # What `epikv bench experiment` runs.
 add_executable(experiment_costs bench/experiment_costs.cc)
 target_link_libraries(experiment_costs PRIVATE epikv_server)
+epikv_reuse_headers(experiment_costs epikv_server_pch)
 
 # Over a real engine, too. Its own part includes no torch: see runtime.h.
 if(EPIKV_TORCH AND NOT EPIKV_SANITIZE MATCHES thread)
   add_library(epikv_broken_policy STATIC fixtures/broken_policy.cc)
   target_link_libraries(epikv_broken_policy PRIVATE epikv_policies)
   target_precompile_headers(epikv_broken_policy REUSE_FROM epikv_torch_pch)
+  epikv_compile_as_tests(epikv_broken_policy)
   epikv_test(broken_policy_test FOLDER server FILES broken_policy_test.cc MODELS
              LIBS epikv_broken_policy epikv_server epikv_runtime)
 endif()
