@@ -23,6 +23,10 @@ struct ExpectedQueries {
 
   // Log of the share of them that see each of the lane's tokens, in a layer with a window. [n]
   at::Tensor LogVisible(Lane& lane, int64_t window) const;
+
+ private:
+  at::Tensor LogitsOfFew(const Lane& lane, const at::Tensor& keys,
+                         const CacheView::QueryMoments& moments, const RopeShape& rope) const;
 };
 
 }  // namespace epikv

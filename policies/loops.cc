@@ -34,6 +34,38 @@ EPIKV_CLONES void MostOfTile(const float* bounds, int64_t blocks, int64_t width,
   }
 }
 
+// Of a block of keys, by channel: adds, for kRows rows of a covariance from `first` on, a key's
+// channel times what the row meets in the key. keys: [width]; covariance: [width, width].
+template <int64_t kRows>
+EPIKV_INLINE void AddQuadraticOfRows(const Block* keys, int64_t width, int64_t first,
+                                     const float* covariance, Block* quadratic) {
+  Block sum[kRows] = {};
+  const float* const rows = covariance + first * width;
+  for (int64_t channel = 0; channel < width; ++channel) {
+    for (int64_t row = 0; row < kRows; ++row) {
+      sum[row] += rows[row * width + channel] * keys[channel];
+    }
+  }
+  for (int64_t row = 0; row < kRows; ++row) *quadratic += sum[row] * keys[first + row];
+}
+
+EPIKV_CLONES void MeetMean(const Block* keys, int64_t width, const float* mean, Block* of_mean) {
+  Block dot = {};
+  for (int64_t channel = 0; channel < width; ++channel) dot += mean[channel] * keys[channel];
+  *of_mean = dot;
+}
+
+EPIKV_CLONES void MeetSpread(const Block* keys, int64_t width, const float* covariance,
+                             Block* of_spread) {
+  Block quadratic = {};
+  int64_t row = 0;
+  for (; row + kTile <= width; row += kTile) {
+    AddQuadraticOfRows<kTile>(keys, width, row, covariance, &quadratic);
+  }
+  for (; row < width; ++row) AddQuadraticOfRows<1>(keys, width, row, covariance, &quadratic);
+  *of_spread = quadratic;
+}
+
 EPIKV_CLONES void SpreadInto(const int32_t* index, int64_t n, double inverse, const float* of_group,
                              float* out) {
   // Half a token further, a quotient is never as near a whole number as it is wrong.
@@ -147,6 +179,28 @@ void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const flo
                   float* out) {
   SpreadInto(index.data(), static_cast<int64_t>(index.size()), 1 / static_cast<double>(group_size),
              of_group, out);
+}
+
+void MeetNormal(const float* keys, int64_t n, int64_t width, const float* mean,
+                const float* covariance, int64_t heads, float* of_mean, float* of_spread) {
+  constexpr int64_t kBlock = KeyBounds::kBlock;
+  std::vector<Block> by_channel(width);
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const int64_t count = std::min(kBlock, n - first);
+    for (int64_t channel = 0; channel < width; ++channel) {
+      Block block = {};
+      for (int64_t i = 0; i < count; ++i) block[i] = keys[(first + i) * width + channel];
+      by_channel[channel] = block;
+    }
+    for (int64_t head = 0; head < heads; ++head) {
+      Block met;
+      MeetMean(by_channel.data(), width, mean + head * width, &met);
+      std::memcpy(of_mean + head * n + first, &met, count * sizeof(float));
+      if (covariance == nullptr) continue;
+      MeetSpread(by_channel.data(), width, covariance + head * width * width, &met);
+      std::memcpy(of_spread + head * n + first, &met, count * sizeof(float));
+    }
+  }
 }
 
 KeyBounds::KeyBounds(int64_t key_width, int64_t sets) : width_(key_width) {

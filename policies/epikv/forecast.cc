@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -106,14 +107,23 @@ class Forecast final : public GatedPolicy {
                         gate_->moments(lane.layer()), ropes_.at(lane.layer()));
     const at::Tensor norms = rows_of(cache.values(lane.layer(), lane.head())).norm(2, -1);
     constexpr float kLeast = std::numeric_limits<float>::min(), kMost = 1e30f;
-    const at::Tensor answers =
-        (logits.logsumexp(0) + norms.clamp_min(kLeast).log()).clamp_(-kMost, kMost);
-    const float* const answer = answers.const_data_ptr<float>();
+    const float *const logit = logits.const_data_ptr<float>(), *const norm =
+                                                                   norms.const_data_ptr<float>();
     const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
     for (size_t i = 0; i < fresh.size(); ++i) {
+      float largest = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (size_t at = i; at < fresh.size() * lane.group(); at += fresh.size()) {
+        largest = std::max(largest, logit[at]);
+      }
+      for (size_t at = i; at < fresh.size() * lane.group(); at += fresh.size()) {
+        sum += std::exp(logit[at] - largest);
+      }
+      const float expected = std::isinf(largest) ? largest : largest + std::log(sum);
+      const float answer =
+          std::clamp(expected + std::log(std::max(norm[i], kLeast)), -kMost, kMost);
       // The first tokens are outliers as keys, and no such query is of them: they rank first.
       const bool outlier = index[fresh[i]] < CacheView::kFirstMeasuredQuery;
-      asked[fresh[i]] = outlier ? kMost : answer[i] == 0 ? kLeast : answer[i];
+      asked[fresh[i]] = outlier ? kMost : answer == 0 ? kLeast : answer;
     }
   }
 
