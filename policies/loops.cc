@@ -35,35 +35,41 @@ EPIKV_CLONES void MostOfTile(const float* bounds, int64_t blocks, int64_t width,
 }
 
 // Of a block of keys, by channel: adds, for kRows rows of a covariance from `first` on, a key's
-// channel times what the row meets in the key. keys: [width]; covariance: [width, width].
+// channel times what the row meets in the key. keys: [width, kBlock]; covariance: [width, width].
 template <int64_t kRows>
-EPIKV_INLINE void AddQuadraticOfRows(const Block* keys, int64_t width, int64_t first,
+EPIKV_INLINE void AddQuadraticOfRows(const float* keys, int64_t width, int64_t first,
                                      const float* covariance, Block* quadratic) {
-  Block sum[kRows] = {};
+  Block sum[kRows] = {}, key;
   const float* const rows = covariance + first * width;
   for (int64_t channel = 0; channel < width; ++channel) {
-    for (int64_t row = 0; row < kRows; ++row) {
-      sum[row] += rows[row * width + channel] * keys[channel];
-    }
+    std::memcpy(&key, keys + channel * KeyBounds::kBlock, sizeof(Block));
+    for (int64_t row = 0; row < kRows; ++row) sum[row] += rows[row * width + channel] * key;
   }
-  for (int64_t row = 0; row < kRows; ++row) *quadratic += sum[row] * keys[first + row];
+  for (int64_t row = 0; row < kRows; ++row) {
+    std::memcpy(&key, keys + (first + row) * KeyBounds::kBlock, sizeof(Block));
+    *quadratic += sum[row] * key;
+  }
 }
 
-EPIKV_CLONES void MeetMean(const Block* keys, int64_t width, const float* mean, Block* of_mean) {
-  Block dot = {};
-  for (int64_t channel = 0; channel < width; ++channel) dot += mean[channel] * keys[channel];
-  *of_mean = dot;
+// of_mean, of_spread: of each key of the block. [kBlock]
+EPIKV_CLONES void MeetMean(const float* keys, int64_t width, const float* mean, float* of_mean) {
+  Block dot = {}, key;
+  for (int64_t channel = 0; channel < width; ++channel) {
+    std::memcpy(&key, keys + channel * KeyBounds::kBlock, sizeof(Block));
+    dot += mean[channel] * key;
+  }
+  std::memcpy(of_mean, &dot, sizeof(Block));
 }
 
-EPIKV_CLONES void MeetSpread(const Block* keys, int64_t width, const float* covariance,
-                             Block* of_spread) {
+EPIKV_CLONES void MeetSpread(const float* keys, int64_t width, const float* covariance,
+                             float* of_spread) {
   Block quadratic = {};
   int64_t row = 0;
   for (; row + kTile <= width; row += kTile) {
     AddQuadraticOfRows<kTile>(keys, width, row, covariance, &quadratic);
   }
   for (; row < width; ++row) AddQuadraticOfRows<1>(keys, width, row, covariance, &quadratic);
-  *of_spread = quadratic;
+  std::memcpy(of_spread, &quadratic, sizeof(Block));
 }
 
 EPIKV_CLONES void SpreadInto(const int32_t* index, int64_t n, double inverse, const float* of_group,
@@ -184,21 +190,20 @@ void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const flo
 void MeetNormal(const float* keys, int64_t n, int64_t width, const float* mean,
                 const float* covariance, int64_t heads, float* of_mean, float* of_spread) {
   constexpr int64_t kBlock = KeyBounds::kBlock;
-  std::vector<Block> by_channel(width);
+  std::vector<float> by_channel(width * kBlock);
+  float met[kBlock];
   for (int64_t first = 0; first < n; first += kBlock) {
     const int64_t count = std::min(kBlock, n - first);
-    for (int64_t channel = 0; channel < width; ++channel) {
-      Block block = {};
-      for (int64_t i = 0; i < count; ++i) block[i] = keys[(first + i) * width + channel];
-      by_channel[channel] = block;
+    for (int64_t i = 0; i < width * kBlock; ++i) {
+      const int64_t channel = i / kBlock, key = i % kBlock;
+      by_channel[i] = key < count ? keys[(first + key) * width + channel] : 0;
     }
     for (int64_t head = 0; head < heads; ++head) {
-      Block met;
-      MeetMean(by_channel.data(), width, mean + head * width, &met);
-      std::memcpy(of_mean + head * n + first, &met, count * sizeof(float));
+      MeetMean(by_channel.data(), width, mean + head * width, met);
+      std::copy_n(met, count, of_mean + head * n + first);
       if (covariance == nullptr) continue;
-      MeetSpread(by_channel.data(), width, covariance + head * width * width, &met);
-      std::memcpy(of_spread + head * n + first, &met, count * sizeof(float));
+      MeetSpread(by_channel.data(), width, covariance + head * width * width, met);
+      std::copy_n(met, count, of_spread + head * n + first);
     }
   }
 }

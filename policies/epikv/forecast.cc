@@ -60,6 +60,18 @@ std::shared_ptr<const ForecastGate> GateOf(const ModelShape& shape) {
              : std::static_pointer_cast<const ForecastGate>(found->second);
 }
 
+// Of x[0], x[stride] and so on. Infinite where the largest is, NaN where one of them is.
+float LogSumOfExp(const float* x, int64_t count, int64_t stride) {
+  float largest = x[0], sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::isnan(x[i * stride])) return x[i * stride];
+    largest = std::max(largest, x[i * stride]);
+  }
+  if (std::isinf(largest)) return largest;
+  for (int64_t i = 0; i < count; ++i) sum += std::exp(x[i * stride] - largest);
+  return largest + std::log(sum);
+}
+
 class Forecast final : public GatedPolicy {
  public:
   Forecast(const ModelShape& shape, std::shared_ptr<const ForecastGate> gate)
@@ -111,14 +123,7 @@ class Forecast final : public GatedPolicy {
                                                                    norms.const_data_ptr<float>();
     const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
     for (size_t i = 0; i < fresh.size(); ++i) {
-      float largest = -std::numeric_limits<float>::infinity(), sum = 0;
-      for (size_t at = i; at < fresh.size() * lane.group(); at += fresh.size()) {
-        largest = std::max(largest, logit[at]);
-      }
-      for (size_t at = i; at < fresh.size() * lane.group(); at += fresh.size()) {
-        sum += std::exp(logit[at] - largest);
-      }
-      const float expected = std::isinf(largest) ? largest : largest + std::log(sum);
+      const float expected = LogSumOfExp(logit + i, lane.group(), std::ssize(fresh));
       const float answer =
           std::clamp(expected + std::log(std::max(norm[i], kLeast)), -kMost, kMost);
       // The first tokens are outliers as keys, and no such query is of them: they rank first.
