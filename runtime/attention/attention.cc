@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "absl/algorithm/container.h"
 #include "runtime/base/parallel_for.h"
@@ -270,6 +271,18 @@ std::vector<int64_t> LogitStarts(const AttentionItem& item, const LaneShape& sha
   return starts;
 }
 
+// Slots of an item's lanes, all together.
+int64_t SlotsOf(const AttentionItem& item) {
+  return std::accumulate(item.used.begin(), item.used.end(), int64_t{0});
+}
+
+// How many of `tasks` tasks are worth a thread: what all of them do together are `products`
+// multiplications. A thread that sleeps is awake as late as so many are done.
+int64_t TasksOfThread(int64_t tasks, int64_t products) {
+  constexpr int64_t kProducts = int64_t{1} << 20;
+  return std::max<int64_t>(1, products == 0 ? tasks : tasks * kProducts / products);
+}
+
 // A lane, or one part of it.
 struct DecodeTask {
   int64_t item = 0, head = 0, slots = 0;
@@ -332,7 +345,11 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
   const int64_t lanes = std::ssize(items) * shape.num_kv_heads, floats = PartFloats(kernel_shape);
   const int64_t num_parts = absl::c_count_if(tasks, [](const auto& of) { return of.part >= 0; });
   std::vector<float> parts(num_parts * floats);
-  ParallelFor(tasks.empty() ? lanes : std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
+  int64_t slots = 0;
+  for (const AttentionItem* item : items) slots += SlotsOf(*item);
+  const int64_t products = slots * shape.group() * (shape.key_width + shape.value_width);
+  const int64_t count = tasks.empty() ? lanes : std::ssize(tasks);
+  ParallelFor(count, TasksOfThread(count, products), [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
@@ -556,7 +573,9 @@ void Attention::NewestRows(const at::Tensor& q, int64_t layer, const AttentionIt
   const bool left = item.logits != nullptr && !item.logits->empty();  // by Run, at this layer
   const std::vector<int64_t> logits =
       left ? LogitStarts(item, kernel_shape) : std::vector<int64_t>();
-  at::parallel_for(0, shape.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+  const int64_t products = SlotsOf(item) * shape.group() * (left ? 1 : shape.key_width);
+  const int64_t grain = TasksOfThread(shape.num_kv_heads, products);
+  at::parallel_for(0, shape.num_kv_heads, grain, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     for (int64_t head = begin; head < end; ++head) {
       if (left) {
