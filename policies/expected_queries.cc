@@ -55,9 +55,8 @@ at::Tensor MeanRotation(const RopeShape& rope, int64_t first, int64_t count, int
 at::Tensor ExpectedQueries::Logits(const Lane& lane, const at::Tensor& keys,
                                    const CacheView::QueryMoments& moments,
                                    const RopeShape& rope) const {
-  // Queries are turned to where they will be, or few keys back to where those are: whichever is
-  // less.
-  if (keys.size(0) < lane.group() * keys.size(1)) return LogitsOfFew(lane, keys, moments, rope);
+  constexpr int64_t kFew = 128;
+  if (keys.size(0) <= kFew) return LogitsOfFew(lane, keys, moments, rope);
   const CacheView& cache = lane.cache();
   const at::Tensor rotation =
       MeanRotation(rope, cache.next_position(lane.layer(), lane.head()), future, keys.size(1));
@@ -66,7 +65,7 @@ at::Tensor ExpectedQueries::Logits(const Lane& lane, const at::Tensor& keys,
   const double scale = attention.scale;
   at::Tensor mean = moments.mean.narrow(0, first, lane.group());  // [group, width]
   at::Tensor spread_of = moments.covariance.narrow(0, first, lane.group());
-  mean = mean.matmul(rotation.t());
+  mean = mean.matmul(rotation.t());                            // to where the queries will be
   at::Tensor logits = at::matmul(mean, keys.t()).mul_(scale);  // [group, n]
   at::Tensor spread;
   if (covariance) {
@@ -83,7 +82,8 @@ at::Tensor ExpectedQueries::Logits(const Lane& lane, const at::Tensor& keys,
   return logits;
 }
 
-// By plain loops: of few keys a product of tensors takes longer to call than to reckon.
+// Turns the keys back, which is less than turning the queries, and multiplies by plain loops: a
+// product of tensors takes longer to call than to reckon.
 at::Tensor ExpectedQueries::LogitsOfFew(const Lane& lane, const at::Tensor& keys,
                                         const CacheView::QueryMoments& moments,
                                         const RopeShape& rope) const {

@@ -34,8 +34,8 @@ EPIKV_CLONES void MostOfTile(const float* bounds, int64_t blocks, int64_t width,
   }
 }
 
-// Of a block of keys, by channel: adds, for kRows rows of a covariance from `first` on, a key's
-// channel times what the row meets in the key. keys: [width, kBlock]; covariance: [width, width].
+// Adds key covariance key of each key in a block, over kRows rows of the covariance from `first`
+// on. keys: [width, kBlock]; covariance: [width, width].
 template <int64_t kRows>
 EPIKV_INLINE void AddQuadraticOfRows(const float* keys, int64_t width, int64_t first,
                                      const float* covariance, Block* quadratic) {
@@ -51,7 +51,7 @@ EPIKV_INLINE void AddQuadraticOfRows(const float* keys, int64_t width, int64_t f
   }
 }
 
-// of_mean, of_spread: of each key of the block. [kBlock]
+// keys: a block, [width, kBlock]; of_mean: [kBlock].
 EPIKV_CLONES void MeetMean(const float* keys, int64_t width, const float* mean, float* of_mean) {
   Block dot = {}, key;
   for (int64_t channel = 0; channel < width; ++channel) {

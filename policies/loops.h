@@ -36,9 +36,9 @@ void AddDeviations(absl::Span<const float* const> rows, int64_t first, int64_t w
 void Affine(const float* weight, const float* bias, const float* x, int64_t out, int64_t in,
             float* y);
 
-// What each key meets in queries that are normal, by head: key . mean, and key covariance key,
-// which a covariance of nullptr leaves out. keys: [n, width]; mean: [heads, width]; covariance:
-// [heads, width, width]; of_mean, of_spread: [heads, n].
+// Of each key, by head: of_mean = key . mean, of_spread = key covariance key. Without a covariance
+// (nullptr) of_spread is left as it is. keys: [n, width]; mean: [heads, width]; covariance: [heads,
+// width, width]; of_mean, of_spread: [heads, n].
 void MeetNormal(const float* keys, int64_t n, int64_t width, const float* mean,
                 const float* covariance, int64_t heads, float* of_mean, float* of_spread);
 

@@ -83,7 +83,7 @@ class Forecast final : public GatedPolicy {
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
     CacheView& cache = lane.cache();
     const int64_t layer = lane.layer(), head = lane.head(), ages = gate_->numbers();
-    Ask(lane);
+    AskFresh(lane);
     const absl::Span<const int32_t> index = cache.index(layer, head);
     std::vector<const float*> worth;
     for (int64_t at = 0; at < ages; ++at) worth.push_back(cache.column(at, layer, head).data());
@@ -99,10 +99,9 @@ class Forecast final : public GatedPolicy {
     return window.has_value() ? score + queries_.LogVisible(lane, *window) : score;
   }
 
-  // Fills the column behind the gate's for tokens that were cached since the last round: the log of
-  // what such queries would give the key, summed over the head's, by the value's norm. 0 of a token
-  // for which that was not done yet.
-  void Ask(Lane& lane) const {
+  // Fills the column behind the gate's for tokens that were cached since the last round, whose
+  // column is 0.
+  void AskFresh(Lane& lane) const {
     CacheView& cache = lane.cache();
     const absl::Span<float> asked = cache.column(gate_->numbers(), lane.layer(), lane.head());
     std::vector<int64_t> fresh;
@@ -110,6 +109,19 @@ class Forecast final : public GatedPolicy {
       if (asked[slot] == 0) fresh.push_back(static_cast<int64_t>(slot));
     }
     if (fresh.empty()) return;
+    const std::vector<float> answers = Ask(lane, fresh);
+    const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
+    for (size_t i = 0; i < fresh.size(); ++i) {
+      // The first tokens are outliers as keys, and no such query is of them: they rank first.
+      const bool outlier = index[fresh[i]] < CacheView::kFirstMeasuredQuery;
+      asked[fresh[i]] = outlier ? kMost : answers[i] == 0 ? kLeast : answers[i];
+    }
+  }
+
+  // Of some of a lane's tokens: the log of what the head's queries can be expected to give the key,
+  // summed over those queries, times the value's norm. [fresh]
+  std::vector<float> Ask(const Lane& lane, const std::vector<int64_t>& fresh) const {
+    const CacheView& cache = lane.cache();
     const at::Tensor slots = at::tensor(fresh);
     const auto rows_of = [&](const at::Tensor& all) {
       return all.index_select(0, slots).to(at::kFloat);
@@ -118,19 +130,17 @@ class Forecast final : public GatedPolicy {
         queries_.Logits(lane, rows_of(cache.keys(lane.layer(), lane.head())),
                         gate_->moments(lane.layer()), ropes_.at(lane.layer()));
     const at::Tensor norms = rows_of(cache.values(lane.layer(), lane.head())).norm(2, -1);
-    constexpr float kLeast = std::numeric_limits<float>::min(), kMost = 1e30f;
-    const float *const logit = logits.const_data_ptr<float>(), *const norm =
-                                                                   norms.const_data_ptr<float>();
-    const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
-    for (size_t i = 0; i < fresh.size(); ++i) {
-      const float expected = LogSumOfExp(logit + i, lane.group(), std::ssize(fresh));
-      const float answer =
-          std::clamp(expected + std::log(std::max(norm[i], kLeast)), -kMost, kMost);
-      // The first tokens are outliers as keys, and no such query is of them: they rank first.
-      const bool outlier = index[fresh[i]] < CacheView::kFirstMeasuredQuery;
-      asked[fresh[i]] = outlier ? kMost : answer == 0 ? kLeast : answer;
+    const float* const logit = logits.const_data_ptr<float>();
+    const float* const norm = norms.const_data_ptr<float>();
+    std::vector<float> answers(fresh.size());
+    for (int64_t i = 0; i < std::ssize(answers); ++i) {
+      const float expected = LogSumOfExp(logit + i, lane.group(), std::ssize(answers));
+      answers[i] = std::clamp(expected + std::log(std::max(norm[i], kLeast)), -kMost, kMost);
     }
+    return answers;
   }
+
+  static constexpr float kLeast = std::numeric_limits<float>::min(), kMost = 1e30f;
 
   const std::shared_ptr<const ForecastGate> gate_;
   const std::vector<RopeShape> ropes_;

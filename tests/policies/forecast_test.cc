@@ -163,7 +163,7 @@ TEST(EpikvForecast, WhatAWindowHidesGoesFirst) {
   }
 }
 
-// Of few keys the keys are turned, of many the queries: the same is asked of each.
+// Of few keys (128) the keys are turned, of many the queries: the same is asked of each.
 TEST(EpikvForecast, TurnedKeysAreAskedWhatTurnedQueriesAsk) {
   FakeSequence::Options options = Options(/*budget=*/30, /*slack=*/0);
   options.shape.ropes = {RopeShape{.inv_freq = {0.7}, .attention_factor = 1.25}};
@@ -181,12 +181,12 @@ TEST(EpikvForecast, TurnedKeysAreAskedWhatTurnedQueriesAsk) {
       .count = 1, .mean = of("layers.0.query_mean"), .covariance = of("layers.0.query_covariance")};
   const ExpectedQueries queries{.future = 5};
   const RopeShape& rope = options.shape.ropes[0];
-  const at::Tensor all = queries.Logits(lane, keys, moments, rope);  // more than 2 x 2
+  const at::Tensor all = queries.Logits(lane, keys.repeat({20, 1}), moments, rope);
   for (int64_t key = 0; key < 10; ++key) {
     const at::Tensor alone = queries.Logits(lane, keys.narrow(0, key, 1), moments, rope);
     EXPECT_TRUE(at::allclose(alone, all.narrow(1, key, 1), 1e-5, 1e-6)) << key;
   }
-  const at::Tensor unturned = queries.Logits(lane, keys, moments, RopeShape{});
+  const at::Tensor unturned = queries.Logits(lane, keys.repeat({20, 1}), moments, RopeShape{});
   EXPECT_FALSE(at::allclose(all, unturned, 1e-2, 1e-2)) << "is no case";
 }
 
