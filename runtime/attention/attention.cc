@@ -276,10 +276,10 @@ int64_t SlotsOf(const AttentionItem& item) {
   return std::accumulate(item.used.begin(), item.used.end(), int64_t{0});
 }
 
-// How many of `tasks` tasks are worth a thread: what all of them do together are `products`
-// multiplications. A thread that sleeps is awake as late as so many are done.
+// How many of `tasks` tasks, which are `products` multiplications together, a thread needs to be
+// worth waking. Waking one takes about as long as kProducts.
 int64_t TasksOfThread(int64_t tasks, int64_t products) {
-  constexpr int64_t kProducts = int64_t{1} << 20;
+  constexpr int64_t kProducts = int64_t{1} << 18;
   return std::max<int64_t>(1, products == 0 ? tasks : tasks * kProducts / products);
 }
 
