@@ -61,6 +61,21 @@ def test_policies_are_calibrated_on_the_middle_of_texts_that_the_model_read(sour
         assert whole[text.name].part == "train"
 
 
+def test_requests_are_parts_of_texts_that_the_model_never_read(sources: Path) -> None:
+    for number in range(60):
+        (sources / "root" / f"long{number}.py").write_text(
+            "".join(f"x{number} = {i}\n" for i in range(500))
+        )
+    read = corpus.texts(corpus.fetch(sources))
+    tests = [text.text for text in read if text.part == "test"]
+    every = corpus.requests(read, 10**6)
+    assert len(every) == len(set(every)) > 8
+    assert all(len(part) == corpus.REQUEST for part in every)
+    assert all(sum(part in text for text in tests) == 1 for part in every)
+    few = corpus.requests(read, 8)
+    assert len(set(few)) == 8 and set(few) < set(every)
+
+
 def test_a_run_that_was_stopped_goes_on_exactly(sources: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     whole = Run(TINY, tmp_path / "whole", sources)

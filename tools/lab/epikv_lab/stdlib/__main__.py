@@ -47,6 +47,25 @@ def excerpts(folder: Path, count: int, sources: Path) -> None:
 
 
 @main.command()
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--count", type=click.IntRange(min=1), default=600, show_default=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=160, show_default=True, help="Of an answer."
+)
+@SOURCES
+def requests(out: Path, count: int, max_tokens: int, sources: Path) -> None:
+    """Write parts of the test set into OUT, as requests for `epikv advise --traffic`."""
+    import json
+
+    from epikv_lab.stdlib import corpus
+
+    parts = corpus.requests(corpus.texts(corpus.fetch(sources)), count)
+    lines = [json.dumps({"prompt": part, "max_tokens": max_tokens}) for part in parts]
+    out.write_text("".join(f"{line}\n" for line in lines))
+    click.echo(f"{len(parts)} requests")
+
+
+@main.command()
 @click.argument("folder", type=FOLDER)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), help="In place of the recipe's.")

@@ -26,6 +26,7 @@ SUFFIXES = (".py", ".rst.txt")
 LEAST_BYTES = 200
 MOST_BYTES = 400_000  # of a file: longer ones are tables
 EXCERPT = 3000  # characters, of `excerpts`
+REQUEST = 1600  # of `requests`
 # Data in the form of programs: tables of characters, encodings and the like.
 TABLES = (
     "encodings/",
@@ -93,6 +94,18 @@ def excerpts(read: list[Text], count: int) -> list[Text]:
         Text(text.name, text.text[len(text.text) // 2 - EXCERPT // 2 :][:EXCERPT])
         for text in chosen
     ]
+
+
+def requests(read: list[Text], count: int) -> list[str]:
+    """Parts of test files, for a model to go on from: `count` at most of those that lie behind one another."""
+    parts = [
+        text.text[begin : begin + REQUEST]
+        for text in read
+        if text.part == "test"
+        for begin in range(0, len(text.text) - REQUEST + 1, REQUEST)
+    ]
+    chosen = np.linspace(0, len(parts) - 1, min(count, len(parts))).astype(int)
+    return [parts[i] for i in chosen]
 
 
 def digest(read: list[Text]) -> str:
