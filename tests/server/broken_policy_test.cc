@@ -162,7 +162,7 @@ RealServer* BrokenPolicyTest::server_ = nullptr;
 
 TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   const auto& [fault, sentence, kind] = GetParam();
-  constexpr uint32_t kLong = 1000;  // the neighbour is still there when the other has begun
+  constexpr uint32_t kLong = 1000;  // most often the neighbour is still there when the other begins
   StreamClient undisturbed(server_->stub(), Ask("sliding", kLong));
   ASSERT_TRUE(undisturbed.AwaitDone().ok());
   v1::GenerateRequest request = Ask("broken", 200);
