@@ -95,7 +95,6 @@ class Ends:
         self._random = random.Random(seed)
         self._read = 0  # bytes of the log
         self._logged: dict[str, Ended] = {}  # of what it says, that which was not yet asked for
-        self._unread = 0  # ends of calls whose requests nobody has read
         # Those whose deadline may have passed on the way: gRPC does not tell the daemon of them.
         self._late: set[str] = set()
         self._numbers = 0
@@ -219,11 +218,10 @@ class Ends:
             crowd.leave()
         names = {name for crowd in everyone for name in crowd.names} - self._late
         self._until(
-            lambda: len(names - self._read_log().keys()) <= self._unread,
+            lambda: names <= self._read_log().keys(),
             lambda: f"they go on: {sorted(names - self._logged.keys())}\n{self._active()}",
         )
-        self._unread -= len(names - self._logged.keys())
-        for name in names & self._logged.keys():
+        for name in names:
             self._count(name, self._logged.pop(name), stalled)
         for crowd in by_themselves:
             crowd.leave()
@@ -321,8 +319,7 @@ class Ends:
     def _take(self, entry: dict[str, Any]) -> None:
         name = entry.get("request_id")
         if name is None and entry["code"] in ("CANCELLED", "DEADLINE_EXCEEDED"):
-            self._unread += 1  # it left before its request was read, so nobody knows its name
-            return
+            return  # it left before its request was read, so nobody knows its name: it is among the late
         ended = Ended(entry["code"], "peak_tokens" in entry, entry.get("output_tokens", 0))
         if name in self._logged:
             raise Wrong(f"{name} ended twice")
