@@ -266,9 +266,11 @@ def _picture(advice: Advice) -> Html:
             if candidate.policy == policy
         )
         axis.plot(*zip(*points, strict=True), **OTHERS)
+    largest = advice.wish.most_loss
     for link in found.chain:
         losses = link.losses or list(link.explored)
         mean = fmean(losses)
+        largest = max(largest, mean)
         deviation = math.sqrt(sum((loss - mean) ** 2 for loss in losses) / len(losses))
         axis.errorbar(
             link.candidate.budget,
@@ -280,7 +282,9 @@ def _picture(advice: Advice) -> Html:
             **looks[link.candidate.policy],
         )
     axis.axhline(advice.wish.most_loss, color="black", linestyle="--", linewidth=0.8)
-    axis.set_xlabel("budget in tokens; filled: certified; dashed: what may be lost")
+    # Of the others, some lose nearly all: what is decided here would be a line at the bottom.
+    axis.set_ylim(top=min(axis.get_ylim()[1], 3 * largest))
+    axis.set_xlabel("budget in tokens; filled: certified; dashed: what may be lost; grey: others")
     axis.set_ylabel("mean loss a problem")
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     if handles:
