@@ -1,6 +1,7 @@
 #include "runtime/admission/resolver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <string>
@@ -553,6 +554,11 @@ void Resolver::ResolveTier(int64_t longest, const KvLayout& layout) {
   if (asked.fetch > 0 && asked.fetch < std::min(kTierPage, asked.tokens)) {
     violations_.Add("kv.tier.fetch", absl::StrCat("tokens are fetched by pages of ", kTierPage,
                                                   ": ask for ", kTierPage, " at least"));
+  }
+  if (!(asked.doubt >= 0 && std::isfinite(asked.doubt))) {
+    violations_.Add("kv.tier.doubt", absl::StrCat("must be at least 0, is ", asked.doubt));
+  } else if (asked.doubt > 0 && asked.fetch == 0) {
+    violations_.Add("kv.tier.doubt", "nothing is fetched in doubt: kv.tier.fetch is 0");
   }
   if (asked.tokens == 0) return;
   if (!admission_.limits().turns_keys) {

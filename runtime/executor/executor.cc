@@ -19,6 +19,7 @@
 #include "runtime/executor/outputs.h"
 #include "runtime/executor/policy_calls.h"
 #include "runtime/executor/policy_view.h"
+#include "runtime/kernels/kernels.h"
 #include "runtime/kv/packet_rows.h"
 #include "runtime/model/model_contract.h"
 #include "runtime/model/model_shape.h"
@@ -72,6 +73,17 @@ void FinishPassStep(StepItem& item) {
   pass.queries.Commit(item.num_rows());
   if (item.wants(Signal::kGate)) pass.gate = Floats(item.gate);
   pass.next = Likeliest(item.logits);
+}
+
+// Whether its next token is so uncertain that it is to attend to the tier, where something lies.
+bool InDoubt(const StepItem& item) {
+  const OpenSequence& sequence = *item.sequence;
+  const double doubt = sequence.request.tier.doubt;
+  if (doubt == 0 || !item.work->decode || item.pass != nullptr || sequence.tier == nullptr ||
+      sequence.tier->empty()) {
+    return false;
+  }
+  return Entropy(item.logits.const_data_ptr<float>(), item.logits.size(1)) > doubt;
 }
 
 // Bytes and entries that a pass holds beside its sequence's own.
@@ -311,30 +323,49 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   std::vector<StepItem> step;
   step.reserve(items.size());
   for (const WorkItem& work : items) {
-    StepItem item = ItemOf(work);
-    const SequenceCache& cache = item.sequence->cache;
-    Place(item, shape_, model_->manifest().context_length);
-    if (item.wants_attention_rows()) {
-      item.sequence->RowsOf(work.ahead).Resize(item.used);
-    }
-    // Decoding and reading the same tokens, bits may differ; where it is steered, or rows are
-    // rounded, they do.
-    const bool decodes_apart =
-        work.decode && (options_.deterministic || item.sequence->steering.has_value() ||
-                        item.sequence->request.traits.rounds_rows);
-    if (!work.pass && !decodes_apart &&
-        prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
-                        work.first + item.num_rows())) {
-      item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
-    }
-    if (!mass_of_.has_value() && MassDue(*item.sequence, work)) {
-      mass_of_ = work.id;
-      mass_rows_.Resize(item.used);
-      item.measures_mass = true;
-    }
-    step.push_back(std::move(item));
+    if (!mass_of_.has_value() && MassDue(*open_.at(work.id), work)) mass_of_ = work.id;
+    step.push_back(PrepareOne(work));
   }
   return step;
+}
+
+StepItem Executor::PrepareOne(const WorkItem& work) {
+  StepItem item = ItemOf(work);
+  const SequenceCache& cache = item.sequence->cache;
+  Place(item, shape_, model_->manifest().context_length);
+  if (item.wants_attention_rows()) {
+    item.sequence->RowsOf(work.ahead).Resize(item.used);
+  }
+  // Decoding and reading the same tokens, bits may differ; where it is steered, or rows are
+  // rounded, they do.
+  const bool decodes_apart =
+      work.decode && (options_.deterministic || item.sequence->steering.has_value() ||
+                      item.sequence->request.traits.rounds_rows);
+  if (!work.pass && !decodes_apart &&
+      prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
+                      work.first + item.num_rows())) {
+    item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
+  }
+  if (mass_of_ == work.id && MassDue(*item.sequence, work)) {
+    mass_rows_.Resize(item.used);
+    item.measures_mass = true;
+  }
+  return item;
+}
+
+void Executor::LookAgain(absl::Span<StepItem> items) {
+  std::vector<StepItem> again;
+  std::vector<StepItem*> in_doubt;
+  for (StepItem& item : items) {
+    if (!InDoubt(item)) continue;
+    in_doubt.push_back(&item);
+    again.push_back(PrepareOne(*item.work));
+    again.back().looks_again = true;
+    again.back().row = std::ssize(again) - 1;
+  }
+  if (again.empty()) return;
+  cpu_->Run(absl::MakeSpan(again));
+  for (size_t i = 0; i < again.size(); ++i) *in_doubt[i] = std::move(again[i]);
 }
 
 absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {
@@ -362,6 +393,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       }
       const absl::Span<StepItem> together = absl::MakeSpan(step).subspan(begin, end - begin);
       device_ != nullptr ? device_->Run(together) : cpu_->Run(together);
+      LookAgain(together);
       const StageTimer timer(times_, Stage::kSample);
       if (options_.samples) TakeOutputs(together);
       begin = end;
@@ -428,6 +460,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     return {};
   }
   sequence.cache.Append(work.first, item.num_rows());
+  if (item.looks_again) ++sequence.doubted_steps;
   sequence.tap.Commit(work.decode, work.ahead);
   FollowSteering(work.tokens, sequence);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows(), work.ahead);
@@ -673,6 +706,7 @@ CacheFacts Executor::Facts(SequenceId id) const {
                    .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes),
                    .reads = found->second->reads};
   if (found->second->tier != nullptr) facts.tier = found->second->tier->usage();
+  facts.tier.doubted_steps = found->second->doubted_steps;
   if (const auto pass = passes_.find(id); pass != passes_.end()) {
     facts.entries += EntriesOf(*pass->second, *found->second);
     facts.bytes += BytesOfPass(*pass->second, *found->second);

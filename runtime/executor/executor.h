@@ -100,6 +100,9 @@ class Executor final : public StepExecutor {
 
  private:
   std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
+  StepItem PrepareOne(const WorkItem& work);
+  // Runs those again whose first run left doubts, and puts what it gives in their place.
+  void LookAgain(absl::Span<StepItem> items);
   bool MassDue(const OpenSequence& sequence, const WorkItem& work) const;
   absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
                                      absl::Span<const PrefixCache::Block> blocks);

@@ -311,7 +311,9 @@ void CpuForward::FindHidden(StepItem& item, int64_t layer) {
 // Whether the item's rows attend to what was demoted. What a window hides lies further back.
 bool CpuForward::ReadsTier(const StepItem& item, int64_t layer) const {
   const OpenSequence& sequence = *item.sequence;
-  return sequence.request.tier.fetch > 0 && sequence.tier != nullptr && item.pass == nullptr &&
+  const TierOptions& options = sequence.request.tier;
+  if (options.doubt > 0 && !item.looks_again) return false;
+  return options.fetch > 0 && sequence.tier != nullptr && item.pass == nullptr &&
          !sequence.tier->empty() && !model_.manifest().layers[layer].window.has_value();
 }
 

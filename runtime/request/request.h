@@ -34,6 +34,9 @@ enum class PositionMode {
 struct TierOptions {
   int64_t tokens = 0;  // that it holds, of each keep decision
   int64_t fetch = 0;   // of these, that each new token attends to besides the lanes, at most
+  // Not 0: those tokens alone of whose next token the entropy is above so many nats. A step that
+  // finds it so runs a second time.
+  double doubt = 0;
   std::optional<GuardRule> guard;  // what is asked for comes back to the lanes
   TierDType dtype = TierDType::kPool;
 };
@@ -139,14 +142,16 @@ struct ReadSlots {
 struct TierUsage {
   int64_t bytes = 0;  // that it held room for
   int64_t demoted = 0, recalled = 0, forgotten = 0, fetched = 0;
-  bool failed = false;  // then tokens were evicted for good
-  absl::Duration time;  // of demoting and recalling
+  int64_t doubted_steps = 0;  // that ran a second time: TierOptions::doubt
+  bool failed = false;        // then tokens were evicted for good
+  absl::Duration time;        // of demoting and recalling
   void Add(const TierUsage& other) {
     bytes += other.bytes;
     demoted += other.demoted;
     recalled += other.recalled;
     forgotten += other.forgotten;
     fetched += other.fetched;
+    doubted_steps += other.doubted_steps;
     failed |= other.failed;
     time += other.time;
   }

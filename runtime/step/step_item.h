@@ -127,6 +127,7 @@ struct OpenSequence {
   std::optional<PageIndex> pages;
   ReadSlots reads;
   std::unique_ptr<SequenceTier> tier;  // of Request::tier, or null
+  int64_t doubted_steps = 0;
   // Scratch of the layer that runs, kept from step to step.
   std::vector<std::vector<float>> decode_logits;  // AttentionItem::logits, by WorkItem::ahead
   // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
@@ -213,6 +214,7 @@ struct StepItem {
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
   std::vector<float> last_residuals;
   bool measures_mass = false;
+  bool looks_again = false;  // its first run left doubts (TierOptions::doubt)
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {

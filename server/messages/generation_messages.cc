@@ -83,6 +83,7 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
   options.read_tokens = kv.read_tokens();
   options.tier = {.tokens = kv.tier().tokens(),
                   .fetch = kv.tier().fetch(),
+                  .doubt = kv.tier().doubt(),
                   .guard = std::nullopt,
                   .dtype = DTypeOf(kv.tier().dtype())};
   if (!v1::TierDtype_IsValid(kv.tier().dtype())) {
@@ -346,6 +347,7 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
   if (request.tier.tokens > 0) {
     kv.mutable_tier()->set_tokens(request.tier.tokens);
     kv.mutable_tier()->set_fetch(request.tier.fetch);
+    kv.mutable_tier()->set_doubt(request.tier.doubt);
     kv.mutable_tier()->set_dtype(ProtoOf(request.tier.dtype));
     kv.set_tier_bytes(request.demand.peak_tier_bytes());
     if (request.traits.recalls) {
@@ -435,6 +437,7 @@ v1::KvUsage KvUsageOf(const v1::ResolvedKv& kv, const KvUsage& usage, int64_t la
   proto.set_forgotten_entries(usage.tier.forgotten);
   proto.set_fetched_entries(usage.tier.fetched);
   proto.set_tier_failed(usage.tier.failed);
+  proto.set_doubted_steps(usage.tier.doubted_steps);
   proto.mutable_kept()->Add(usage.kept.begin(), usage.kept.end());
   return proto;
 }

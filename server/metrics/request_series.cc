@@ -99,7 +99,14 @@ RequestSeries::RequestSeries(Declarations& declare)
                                   "Wall time of moving entries to the tier and back, of requests "
                                   "that have ended.",
                                   1)
-                        .Add({})) {
+                        .Add({})),
+      doubted_steps_(declare
+                         .Counters("epikv_doubted_steps_total",
+                                   "Decode steps of requests that have ended which ran a second "
+                                   "time, with tokens of the tier, as their next token was "
+                                   "uncertain.",
+                                   1)
+                         .Add({})) {
   Family<Counter>& entries = declare.Counters(
       "epikv_tier_entries_total",
       "Entries of requests that have ended, by what became of them. demoted: they were evicted and "
@@ -126,6 +133,7 @@ void RequestSeries::OnFinished(const Finished& finished) {
   }
   if (tier.failed) tier_failures_.Increment();
   tier_seconds_.Increment(Seconds(tier.time));
+  doubted_steps_.Increment(static_cast<double>(tier.doubted_steps));
   if (finished.output_tokens == 0) return;
   prefill_.Of({}).Observe(Seconds(finished.timings.prefill));
   decode_.Of({}).Observe(Seconds(finished.timings.decode));

@@ -42,7 +42,7 @@ class RequestSeries {
  private:
   HistogramFamily prefill_, decode_;
   prometheus::Counter &prefix_queried_, &prefix_hit_, &packet_tokens_, &folded_;
-  prometheus::Counter &tier_failures_, &tier_seconds_;
+  prometheus::Counter &tier_failures_, &tier_seconds_, &doubted_steps_;
   std::array<prometheus::Counter*, 4> tier_entries_{};  // by event
 };
 

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <limits>
@@ -15,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "runtime/kernels/kernels.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -25,6 +27,7 @@ namespace tier_laws_test {
 
 constexpr int64_t kTierBytes = 64 << 20;
 constexpr int64_t kPrompt = 90, kForced = 60, kBudget = 32;  // several rounds in the prompt
+constexpr int64_t kShort = 20, kRoomy = 40;                  // none in this prompt
 
 RequestOptions WithTier(RequestOptions options, int64_t tokens, int64_t fetch) {
   options.kv.tier = {.tokens = tokens, .fetch = fetch};
@@ -132,9 +135,75 @@ TEST_P(Tiers, WhatIsOnlyKeptChangesNothing) {
   EXPECT_GT(tier.forgotten, 0);
 }
 
+// The entropies of the tokens that come next, forward by forward.
+std::vector<double> Entropies(const std::vector<at::Tensor>& logits) {
+  std::vector<double> entropies;
+  for (const at::Tensor& of : logits) {
+    entropies.push_back(Entropy(of.const_data_ptr<float>(), of.numel()));
+  }
+  return entropies;
+}
+
+// So much doubt that about half of the steps leave more.
+double MedianEntropy(EngineHarness& harness, const RequestOptions& options) {
+  harness.model().TakeLogits();
+  EXPECT_TRUE(harness.Run(options).ok());
+  std::vector<double> entropies = Entropies(harness.model().TakeLogits());
+  std::nth_element(entropies.begin(), entropies.begin() + std::ssize(entropies) / 2,
+                   entropies.end());
+  return entropies[entropies.size() / 2];
+}
+
+// A step runs a second time if and only if its first run leaves more doubt than is allowed, while
+// something lies in the tier.
+TEST_P(Tiers, StepsInDoubtRunAgain) {
+  EngineHarness harness = Harness(Roomy());
+  RequestOptions options =
+      WithPolicy(Scoring(harness.manifest(), kShort, kForced, 5), policy(), kRoomy);
+  options.kv.tier = {.tokens = 1000, .fetch = 1000, .doubt = MedianEntropy(harness, options)};
+  const int64_t slack = std::get<epikv::Request>(harness.admission().Resolve(options)).traits.slack;
+  const Transcript transcript = harness.Run(options);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  const std::vector<double> entropies = Entropies(harness.model().TakeLogits());
+  int64_t steps = 1, again = 0;  // the first forward reads the prompt, which fits
+  for (size_t i = 1; i < entropies.size(); ++i, ++steps) {
+    const bool evicted = kShort + steps - 1 > kRoomy + slack;
+    if (!evicted || entropies[i] <= options.kv.tier.doubt) continue;
+    ++again;
+    ++i;
+  }
+  EXPECT_EQ(steps, kForced);
+  EXPECT_EQ(transcript.finished->kv.tier.doubted_steps, again);
+  EXPECT_GT(again, 0);
+  EXPECT_LT(again, kForced - (kRoomy - kShort));
+}
+
+// With the least doubt each step attends to the tier, as without that limit; with the most, none.
+TEST_P(Tiers, DoubtIsBetweenAlwaysAndNever) {
+  EngineHarness harness = Harness(Roomy());
+  const RequestOptions plain =
+      WithPolicy(Scoring(harness.manifest(), kShort, kForced, 5), policy(), kRoomy);
+  auto run = [&](int64_t fetch, double doubt) {
+    RequestOptions options = WithTier(plain, 1000, fetch);
+    options.output.logprobs = true;
+    options.kv.tier.doubt = doubt;
+    Transcript transcript = harness.Run(options);
+    EXPECT_TRUE(transcript.ok()) << transcript.finished->status;
+    return transcript;
+  };
+  const Transcript always = run(1000, 1e-30), never = run(1000, 1e9);
+  EXPECT_EQ(always.logprobs, run(1000, 0).logprobs);
+  EXPECT_EQ(never.logprobs, run(0, 0).logprobs);
+  EXPECT_NE(always.logprobs, never.logprobs);
+  EXPECT_GT(always.finished->kv.tier.doubted_steps, 0);
+  EXPECT_EQ(never.finished->kv.tier.doubted_steps, 0);
+  EXPECT_EQ(never.finished->kv.tier.fetched, 0);
+}
+
 // Beside others, in memory or in a file, in several completions: what is fetched is its own.
 TEST_P(Tiers, DoNotDependOnNeighbours) {
   const TemporaryFolder folder;
+  double doubt = 0;
   auto run = [&](bool beside) {
     HarnessOptions how = Roomy();
     how.prefill_chunk_tokens = 32;
@@ -149,6 +218,7 @@ TEST_P(Tiers, DoNotDependOnNeighbours) {
     options.sampling = {.temperature = 1.0f, .seed = 5};
     options.completions = 2;
     options = WithTier(WithPolicy(std::move(options), policy(), kBudget), 60, 32);
+    options.kv.tier.doubt = doubt;
     if (beside) {
       harness.Submit(
           WithTier(WithPolicy(Scoring(harness.manifest(), 90, 30, 9), policy(), kBudget), 100, 16));
@@ -158,12 +228,20 @@ TEST_P(Tiers, DoNotDependOnNeighbours) {
     EXPECT_TRUE(transcript.ok()) << transcript.finished->status;
     return transcript;
   };
-  const Transcript alone = run(false), beside = run(true);
-  for (size_t i = 0; i < alone.completions.size(); ++i) {
-    EXPECT_EQ(alone.completions[i].tokens, beside.completions[i].tokens) << i;
-    EXPECT_EQ(alone.completions[i].logprobs, beside.completions[i].logprobs) << i;
-  }
-  EXPECT_NE(alone.completions[0].tokens, alone.completions[1].tokens);
+  auto compare = [&] {
+    const Transcript alone = run(false), beside = run(true);
+    for (size_t i = 0; i < alone.completions.size(); ++i) {
+      EXPECT_EQ(alone.completions[i].tokens, beside.completions[i].tokens) << i;
+      EXPECT_EQ(alone.completions[i].logprobs, beside.completions[i].logprobs) << i;
+    }
+    EXPECT_NE(alone.completions[0].tokens, alone.completions[1].tokens);
+    EXPECT_EQ(alone.finished->kv.tier.doubted_steps, beside.finished->kv.tier.doubted_steps);
+    return alone.finished->kv.tier.doubted_steps;
+  };
+  EXPECT_EQ(compare(), 0);
+  EngineHarness harness = Harness(Roomy());
+  doubt = MedianEntropy(harness, Scoring(harness.manifest(), 40, 40, 3));
+  EXPECT_GT(compare(), 0);
 }
 
 const std::vector<PolicyCase> kCases = {

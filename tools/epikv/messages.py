@@ -46,6 +46,7 @@ class KvGuard:
 class KvTier:
     tokens: int
     fetch: int
+    doubt: float  # nats; 0: they are fetched without any
     dtype: str  # "unspecified" is as they were cached; "int8", "int4"
     guard: KvGuard | None
 
@@ -206,6 +207,7 @@ class KvUsage:
     forgotten_entries: int = 0  # as the tier was full
     fetched_entries: int = 0  # attended to in the tier
     tier_failed: bool = False
+    doubted_steps: int = 0  # that ran a second time, with tokens of the tier
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ class Kv(_Options):
     read_tokens: int = 0  # of a lane by a decode step; 0: all
     tier_tokens: int = 0  # evicted ones that are kept below the cache
     tier_fetch: int = 0  # of these, that each new token attends to
+    tier_doubt: float = 0.0  # not 0: only where the next token's entropy is above so many nats
     tier_bits: int = 0  # 8 or 4, to which they are rounded there; 0: they are not
     guard: int = 0  # tokens that a query asks for, dropped ones come back; 0: there is no guard
     protect_thinking: int = 0  # first tokens of an answer's thinking that are not evicted
@@ -234,7 +235,7 @@ class Kv(_Options):
     bypass_prefix_cache: bool = False
 
     def _tier(self) -> kv_pb2.KvTier | None:
-        if not self.tier_tokens and not self.tier_fetch and not self.guard:
+        if not self.tier_tokens and not self.tier_fetch and not self.tier_doubt and not self.guard:
             return None
         guard = message_of(kv_pb2.KvGuard, asked=self.guard) if self.guard else None
         if self.tier_bits not in _TIER_DTYPES:
@@ -243,6 +244,7 @@ class Kv(_Options):
             kv_pb2.KvTier,
             tokens=self.tier_tokens,
             fetch=self.tier_fetch,
+            doubt=self.tier_doubt,
             dtype=_TIER_DTYPES[self.tier_bits],
             guard=guard,
         )

@@ -42,7 +42,7 @@ from relay import Relay
 WHOLE = (Kv("full"),)
 EVICTING = tuple(Kv(name, 76) for name in ("epikv_flat", "sliding", "h2o", "random"))
 TIERED = (
-    Kv("h2o", 76, tier_tokens=200, tier_fetch=32),
+    Kv("h2o", 76, tier_tokens=200, tier_fetch=32, tier_doubt=0.01),
     Kv("sliding", 76, tier_tokens=64, tier_fetch=64, tier_bits=4),
     Kv("h2o", 76, tier_tokens=200, guard=16),
     Kv("sliding", 76, read_tokens=48),

@@ -119,6 +119,7 @@ FAMILIES: dict[str, Expected] = {
         "tier",
         epikv_tier_entries_total=MODEL | {"event": ("demoted", "recalled", "forgotten", "fetched")},
         epikv_tier_seconds_total=MODEL,
+        epikv_doubted_steps_total=MODEL,
     ),
     **of("gauge", "tier", epikv_tier_bytes=MODEL | {"state": ("reserved", "free")}),
     **of("counter", "packets", epikv_packet_prompt_tokens_total=MODEL),

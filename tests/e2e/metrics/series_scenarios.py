@@ -135,9 +135,10 @@ def policies(world: World) -> None:
 
 
 def tier(world: World) -> None:
-    """What is evicted is fetched, comes back, and is forgotten."""
+    """What is evicted is fetched, in doubt as well, comes back, and is forgotten."""
     for kv in (
         Kv("h2o", 64, tier_tokens=64, tier_fetch=16),
+        Kv("h2o", 64, tier_tokens=64, tier_fetch=64, tier_doubt=1e-9),
         Kv("h2o", 64, tier_tokens=16, guard=8),
     ):
         stop = Stop(120, min_output_tokens=120, ignore_eos=True)

@@ -1,7 +1,9 @@
 """The tier below the KV pool, on the real daemon: what it is for, and what its faults do."""
 
+import math
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,27 @@ def test_a_folder_that_is_not_there_is_told_at_the_start(sample_model: Path) -> 
     with pytest.raises(DaemonError, match="the tier: a file in /no/such/folder"):
         with Daemon(sample_model, f"--kv_tier_bytes={TIER}", "--kv_tier_dir=/no/such/folder"):
             pass
+
+
+def test_in_doubt_a_step_looks_at_what_was_dropped(daemon: Daemon) -> None:
+    """A quarter of the cache solves few problems; with another look at few steps, most."""
+    doubting = {"tier_tokens": 1000, "tier_fetch": 1000, "tier_doubt": 0.001}
+    with daemon.client() as client:
+        kept = Kv("expected_attention", 160, {"slack": 15}, equal_protection=True)
+        alone = [solved(client, task, kept) for task in PROBLEMS]
+        tiered = [solved(client, task, replace(kept, **doubting)) for task in PROBLEMS]
+    assert sum(right for right, _ in tiered) >= sum(right for right, _ in alone) + 2
+    for _, summary in tiered:
+        assert summary.kv is not None and summary.usage is not None
+        assert 0 < summary.kv.doubted_steps < summary.usage.output_tokens / 4
+        assert summary.kv.fetched_entries > 0
+
+
+def test_doubt_that_cannot_be_is_refused(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        for doubt in (-1.0, math.nan, math.inf):
+            kv = Kv("sliding", 48, tier_tokens=100, tier_fetch=100, tier_doubt=doubt)
+            with pytest.raises(RpcError, match="kv.tier.doubt: must be at least 0"):
+                client.generate_once([5] * 40, kv=kv, stop=Stop(1))
+        with pytest.raises(RpcError, match="kv.tier.fetch is 0"):
+            client.generate_once([5] * 40, kv=Kv("sliding", 48, tier_doubt=1.0), stop=Stop(1))

@@ -169,8 +169,10 @@ void DrawBeside(Dice& dice, bool deterministic, KvOptions& kv) {
   if (!dice.Chance(0.25)) return;
   kv.tier.tokens = dice.Magnitude(1, 200);
   if (dice.Chance(0.6)) kv.tier.fetch = kv.tier.tokens;
+  if (kv.tier.fetch > 0 && dice.Chance(0.3)) kv.tier.doubt = 1e-9;
   if (!deterministic) return;
   if (dice.Chance(0.5)) kv.tier.fetch = std::min<int64_t>(kv.tier.tokens, 16 * dice.Int(1, 4));
+  if (kv.tier.fetch > 0 && dice.Chance(0.3)) kv.tier.doubt = dice.Of({0.5, 2.0, 3.0, 4.0});
   if (dice.Chance(0.4)) {
     kv.tier.guard = GuardRule{.asked = dice.Int(1, 40),
                               .follow = dice.Chance(0.3),
@@ -447,6 +449,7 @@ void VisitKv(Fields& f, KvOptions& kv) {
   f.Is("read_tokens", kv.read_tokens, int64_t{0});
   f.Is("tier_tokens", kv.tier.tokens, int64_t{0});
   f.Is("tier_fetch", kv.tier.fetch, int64_t{0});
+  f.Is("tier_doubt", kv.tier.doubt, 0.0);
   std::optional<int64_t> asked;
   GuardRule guard = kv.tier.guard.value_or(GuardRule());
   if (kv.tier.guard.has_value()) asked = guard.asked;

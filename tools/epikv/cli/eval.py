@@ -43,22 +43,6 @@ class _Slack(click.ParamType):
         return int(value)
 
 
-class _Fields(click.ParamType):
-    name = "fields"
-    KNOWN = ("tier_tokens", "tier_fetch", "tier_bits", "guard", "read_tokens")
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
-        if isinstance(value, dict):
-            return value
-        fields = {}
-        for text in value.split(","):
-            name, _, number = text.partition("=")
-            if name not in self.KNOWN or not number.isdecimal():
-                self.fail(f"'{text}' is not FIELD=N; fields: {', '.join(self.KNOWN)}", param, ctx)
-            fields[name] = int(number)
-        return fields
-
-
 @click.command("eval")
 @click.option(
     "--task",
@@ -98,10 +82,10 @@ class _Fields(click.ParamType):
 @click.option(
     "--with",
     "variants",
-    type=_Fields(),
+    type=options.KvFields(),
     multiple=True,
     metavar="FIELD=N,...",
-    help="Run each --policy also with these: tier_tokens, tier_fetch, tier_bits, guard, read_tokens. May be given several times.",
+    help=f"Run each --policy also with these: {', '.join(options.KvFields.KNOWN)}. May be given several times.",
 )
 @click.option(
     "--budget",
@@ -207,7 +191,7 @@ def _evaluate(
     split: str,
     wanted: tuple[str, ...],
     steering: tuple[float, ...],
-    variants: tuple[dict[str, int], ...],
+    variants: tuple[dict[str, float], ...],
     budgets: tuple[int | float, ...],
     slack: int | None,
     published_protection: bool,

@@ -166,6 +166,13 @@ _KV = (
         help="Of these, so many are attended to by each new token; default: none.",
     ),
     click.option(
+        "--tier-doubt",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="NATS",
+        help="By those tokens alone whose next token's entropy is above so many nats; default: by each.",
+    ),
+    click.option(
         "--tier-bits",
         type=click.Choice(["8", "4"]),
         help="Round them there to so many bits; default: not at all.",
@@ -185,6 +192,27 @@ _KV = (
         help="Compute the whole prompt; leave no cached prefix.",
     ),
 )
+
+
+class KvFields(click.ParamType):
+    """Fields of Kv that an evaluation varies."""
+
+    name = "fields"
+    KNOWN = ("tier_tokens", "tier_fetch", "tier_doubt", "tier_bits", "guard", "read_tokens")
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, float]:
+        if isinstance(value, dict):
+            return value
+        fields: dict[str, float] = {}
+        for text in value.split(","):
+            name, _, number = text.partition("=")
+            try:
+                fields[name] = float(number) if name == "tier_doubt" else int(number)
+            except ValueError:
+                name = ""
+            if name not in self.KNOWN:
+                self.fail(f"'{text}' is not FIELD=N; fields: {', '.join(self.KNOWN)}", param, ctx)
+        return fields
 
 
 packets = click.option(
@@ -217,6 +245,7 @@ def take_kv(options: dict[str, Any]) -> Kv:
         read_tokens=options.pop("read_tokens"),
         tier_tokens=options.pop("tier_tokens"),
         tier_fetch=options.pop("tier_fetch"),
+        tier_doubt=options.pop("tier_doubt"),
         tier_bits=int(options.pop("tier_bits") or 0),
         guard=options.pop("guard"),
         cache_salt=options.pop("cache_salt"),

@@ -189,9 +189,10 @@ KV = Dashboard(
                     stacked=True,
                 ),
                 lines(
-                    "Entries of the tier",
-                    "Of requests that have ended, a second. forgotten: the tier was full.",
+                    "Entries of the tier, and steps in doubt",
+                    "Of requests that have ended, a second. forgotten: the tier was full. In doubt a step runs twice.",
                     Query(rates("epikv_tier_entries_total", by="event"), "{{event}}"),
+                    Query(rates("epikv_doubted_steps_total"), "steps in doubt"),
                     unit=Unit.PER_SECOND,
                 ),
                 lines(
