@@ -216,7 +216,7 @@ def test_each_setting_is_an_evaluation_of_its_own(
         return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setattr(processes, "start", start)
-    monkeypatch.setattr(measure, "condense", lambda out, lengths: [])
+    monkeypatch.setattr(measure, "condense", lambda out, lengths, parts: [])
     (tmp_path / "calibration.json").write_text(json.dumps({"confirmed": False}))
     found = {}
     for name in named("reproduction"):

@@ -48,6 +48,19 @@ def test_scores_tell_which_problems_were_solved(tmp_path: Path) -> None:
     assert sum(expected[0].hits) == 4
 
 
+def test_scores_tell_parts_and_doubts_where_asked_for(tmp_path: Path) -> None:
+    plan = {**PLAN, "budgets": ["50%"]}
+    with store(tmp_path, plan) as found:
+        for arm, budget in [("h2o", "50%"), ("full", "")]:
+            for number in reversed(range(12)):
+                steps = 6 if arm == "h2o" else 0
+                found.append(replace(record(number, arm, budget), doubted_steps=steps))
+    full, h2o = condense(tmp_path, lengths=True, parts=True)
+    assert full.parts == h2o.parts == "111010" * 4, "of problem 0 both are right, of 1 the first"
+    assert (full.tokens, h2o.tokens) == (30, 30)
+    assert (full.doubted, h2o.doubted) == (0, 0.2)
+
+
 def test_the_tournament_is_drawn(tmp_path: Path) -> None:
     """A task on either axis; an arm that was not run has no line."""
     found = [

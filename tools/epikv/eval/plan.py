@@ -39,7 +39,7 @@ class Arm:
     params: dict[str, Any]
     slack: int  # in `params`, too, but for `full`
     steering: float | None = None  # coefficient; None: not steered
-    kv: Mapping[str, int] | None = None  # more fields of Kv; None: none
+    kv: Mapping[str, float] | None = None  # more fields of Kv; None: none
 
     def facts(self) -> dict[str, Any]:
         """What the plan says of it. Steering and fields of Kv are told where there are some: plans
@@ -170,7 +170,7 @@ def arms(
     slack: int | None,
     oracle: bool,
     steering: Sequence[float] = (),
-    kv: Sequence[Mapping[str, int]] = (),
+    kv: Sequence[Mapping[str, float]] = (),
 ) -> list[Arm]:
     """`full`, the oracle if it `oracle`, both kinds of random, and the wanted policies; at the end
     `full` and the wanted ones once more with each `steering`, and the wanted ones with each `kv`.

@@ -233,6 +233,7 @@ def _filled(record: Record, summary: Summary) -> Record:
         budget_tokens=kv.budget_tokens,
         evicted_tokens=kv.evicted_tokens,
         rounds=kv.rounds,
+        doubted_steps=kv.doubted_steps,
         peak_tokens=kv.peak_tokens,
         peak_bytes=kv.peak_bytes,
         uncalibrated=kv.uncalibrated,

@@ -47,6 +47,7 @@ class Record:
     budget_tokens: int = 0
     evicted_tokens: int = 0
     rounds: int = 0
+    doubted_steps: int = 0  # that ran a second time, with tokens of the tier
     peak_tokens: int = 0
     peak_bytes: int = 0
     uncalibrated: bool = False

@@ -10,6 +10,7 @@ from statistics import fmean
 from epikv.eval.plan import FULL, RANDOM
 from epikv.stats import Estimate, difference, wilson
 
+from epikv_lab.sample.doubt import DOUBT, NEEDLES, doubts, found_needles
 from epikv_lab.sample.measure import (
     CHUNK,
     DECORATED,
@@ -113,6 +114,8 @@ def parts() -> dict[str, Callable[[], str]]:
             scores_of(GUARDING_ONE), (*GUARDED, RANDOM), GUARD_OF_ONE, "25%", "50%"
         ),
         "far-claims": lambda: beneath(scores_of(FETCHING), FAR, FETCH, "15%", "25%"),
+        "doubt-claims": lambda: doubts(scores_of(DOUBT)),
+        "needle-claims": lambda: found_needles(scores_of(NEEDLES)),
         "episode-claims": lambda: table(scores_of(EPISODIC), EPISODES),
         "episode-cells": lambda: cells(scores_of(EPISODIC)),
         "packet-claims": lambda: packets(scores_of(PACKETS)),
@@ -178,7 +181,7 @@ def widths(scores: Scores) -> str:
 
 
 def beneath(
-    scores: Scores, arms: Sequence[str], fields: Mapping[str, int], less: str, more: str
+    scores: Scores, arms: Sequence[str], fields: Mapping[str, float], less: str, more: str
 ) -> str:
     """What each arm solves at the smaller budget with a tier beneath it, beside itself without one,
     there and at the larger budget."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from epikv import processes
@@ -78,6 +78,9 @@ GUARD = {"tier_tokens": 128, "guard": 32}
 GUARD_OF_ONE = {"tier_tokens": 128, "guard": 1}
 FAR = ("sliding", "streaming_llm", "snapkv", "expected_attention", RANDOM)
 FETCH = {"tier_tokens": 1280, "tier_fetch": 48}  # all that is dropped; read is a tenth of a trace
+# All of it, where the next token is uncertain: by so many nats.
+DOUBTING = ("epikv_forecast", "expected_attention", "cur", "sliding", RANDOM)
+DOUBTS = [{**FETCH, "tier_fetch": 1280, "tier_doubt": nats} for nats in (0.01, 0.001)]
 EPISODES = ("snapkv", "epicache")
 
 
@@ -89,7 +92,7 @@ def rounded(bits: int) -> str:
     return f"thinkv_tbe:bits=[{bits},{bits},{bits}],layers=[0],theta1=0,theta2=1"
 
 
-def varied(policy: str, fields: Mapping[str, int]) -> str:
+def varied(policy: str, fields: Mapping[str, float]) -> str:
     return " ".join([policy, *(f"{field}={value}" for field, value in fields.items())])
 
 
@@ -120,8 +123,9 @@ class Evaluation:
     equal_protection: bool = True
     positions: str = "absolute"
     steering: tuple[float, ...] = ()
-    variant: Mapping[str, int] = field(default_factory=dict)  # each policy runs also with these
+    variants: Sequence[Mapping[str, float]] = ()  # each policy runs also with each of these
     lengths: bool = False  # outputs' lengths are kept, too
+    parts: bool = False  # and which parts of a problem are right
 
 
 _EPIKV = (sys.executable, "-c", "from epikv.cli import main; main()")
@@ -169,12 +173,27 @@ EVALUATIONS = {
         _TASKS, 50, "claims", (0.5,), lambda seed: ["skipkv"], steering=(1, 2, 3), lengths=True
     ),
     "claims-guard": Evaluation(
-        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variant=GUARD
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=[GUARD]
     ),
     "claims-guard-one": Evaluation(
-        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variant=GUARD_OF_ONE
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=[GUARD_OF_ONE]
     ),
-    "claims-far": Evaluation(_TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variant=FETCH),
+    "claims-far": Evaluation(
+        _TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variants=[FETCH]
+    ),
+    "claims-doubt": Evaluation(
+        _TASKS, 25, "claims", (0.15,), lambda seed: DOUBTING, variants=DOUBTS
+    ),
+    # Facts told once, at every depth of a trace and anywhere between two rounds, are asked for at its end.
+    "claims-needles": Evaluation(
+        ("sample:ledger",),
+        100,
+        "needles",
+        (0.15,),
+        lambda seed: DOUBTING,
+        variants=DOUBTS[-1:],
+        parts=True,
+    ),
     "claims-episodes": Evaluation(
         tuple(f"solved:{family}" for family in FAMILIES),
         50,
@@ -270,14 +289,15 @@ def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in only or of.policies(seed)]
     command += [f"--steering={coefficient}" for coefficient in of.steering]
-    if of.variant:
+    if of.variants:
         command += ["--daemon-flag=kv_tier_bytes=1GiB"]
-        command += ["--with", ",".join(f"{name}={value}" for name, value in of.variant.items())]
+    for variant in of.variants:
+        command += ["--with", ",".join(f"{name}={value}" for name, value in variant.items())]
     process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
     status = process.wait()
     if status != 0:
         raise SystemExit(status)
     file = seed / f"{name}.jsonl"
-    found = condense(out, of.lengths)
+    found = condense(out, of.lengths, of.parts)
     write(file, joined(read(file), found) if only else found)
     return file

@@ -24,6 +24,8 @@ class Score:
     answers: float = 0.0  # share of right parts
     dropped: float = 0.0  # evicted tokens, of all that were cached
     tokens: float = 0.0  # of output, on average; kept where lengths are asked for
+    doubted: float = 0.0  # steps that ran twice, of output tokens
+    parts: str = ""  # "1" or "0" of each problem's parts, one after another; kept where asked for
     uncalibrated: bool = False
     fault: str = ""  # why the daemon would not run it
 
@@ -36,8 +38,8 @@ class Score:
         return [int(digit) for digit in self.solved]
 
 
-def condense(folder: Path, lengths: bool = False) -> list[Score]:
-    """The scores of a finished evaluation, with outputs' `lengths`. Raises ValueError of another."""
+def condense(folder: Path, lengths: bool = False, parts: bool = False) -> list[Score]:
+    """The scores of a finished evaluation, with outputs' `lengths` and problems' `parts`. Raises ValueError of another."""
     plan, records = results.read(folder)
     if len(records) < total(plan):
         raise ValueError(f"{folder}: {len(records)} of {total(plan)} completions are there")
@@ -53,12 +55,14 @@ def condense(folder: Path, lengths: bool = False) -> list[Score]:
             cells, key=lambda key: (names.index(key[0]), budgets.index(key[1]), order[key[2]])
         )
     ]
-    if not lengths:
-        return made
-    return [
-        replace(score, tokens=round(fmean(r.output_tokens for r in cells[score.place]), 1))
-        for score in made
-    ]
+    if lengths:
+        made = [
+            replace(score, tokens=round(fmean(r.output_tokens for r in cells[score.place]), 1))
+            for score in made
+        ]
+    if parts:
+        made = [replace(score, parts=_parts(cells[score.place])) for score in made]
+    return made
 
 
 def joined(before: Sequence[Score], more: Sequence[Score]) -> list[Score]:
@@ -117,7 +121,7 @@ def _score(task: str, budget: str, arm: str, found: list[results.Record]) -> Sco
     faults = [record.fault for record in found if record.fault]
     if faults:
         return Score(task, budget, arm, "", fault=faults[0])
-    found = sorted(found, key=lambda record: int(record.item.rpartition("/")[2]))
+    found = _ordered(found)
     cached = sum(record.prompt_tokens + record.output_tokens for record in found)
     return Score(
         task,
@@ -126,5 +130,19 @@ def _score(task: str, budget: str, arm: str, found: list[results.Record]) -> Sco
         "".join(str(int(record.solved)) for record in found),
         answers=round(fmean(fmean(record.right) for record in found), 4),
         dropped=round(sum(record.evicted_tokens for record in found) / cached, 4),
+        doubted=round(
+            sum(record.doubted_steps for record in found)
+            / sum(record.output_tokens for record in found),
+            4,
+        ),
         uncalibrated=arm != FULL and any(record.uncalibrated for record in found),
     )
+
+
+def _ordered(found: Iterable[results.Record]) -> list[results.Record]:
+    """By the numbers of their problems."""
+    return sorted(found, key=lambda record: int(record.item.rpartition("/")[2]))
+
+
+def _parts(found: Iterable[results.Record]) -> str:
+    return "".join(str(int(right)) for record in _ordered(found) for right in record.right)
