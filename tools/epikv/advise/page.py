@@ -48,10 +48,13 @@ def lines(arms: Sequence[Arm], settings: Settings, advice: Advice) -> Iterator[s
     if solved := _solved(advice):
         yield solved
     if saved := advice.memory.get(at):
-        yield f"memory: {_percent(saved)} of the full cache's"
+        yield f"memory: {_percent(saved)} of the full cache's{_below(_arm(arms, at))}"
     if advice.speed is not None:
         yield f"seconds a token, alone: {_percent(advice.speed)} of the full cache's"
     yield f"ask for it: epikv generate {command(arms, settings, at)}"
+    if advice.flags:
+        told = shlex.join(f"--{flag.removeprefix('--')}" for flag in advice.flags)
+        yield f"of a daemon that is started as this one was: epikvd --model=MODEL {told}"
 
 
 def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
@@ -60,6 +63,8 @@ def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
     words = ["--policy", arm.policy, "--budget", f"{at.budget}"]
     for name, value in arm.params.items():
         words += ["--param", f"{name}={json.dumps(value)}"]
+    for name, value in (arm.kv or {}).items():
+        words += [f"--{name.replace('_', '-')}", f"{value:g}"]
     if settings.equal_protection:
         words.append("--equal-protection")
     return shlex.join([*words, "--temperature", "0"])
@@ -68,7 +73,8 @@ def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
 def experiment(model: Model, arms: Sequence[Arm], settings: Settings, at: Candidate) -> Any:
     """The definition that compares what is advised with the full cache on real traffic."""
     arm = _arm(arms, at)
-    kv = Kv(arm.policy, at.budget, arm.params, equal_protection=settings.equal_protection)
+    more: dict[str, Any] = dict(arm.kv or {})
+    kv = Kv(arm.policy, at.budget, arm.params, equal_protection=settings.equal_protection, **more)
     made = experiment_pb2.Experiment(
         name="advised",
         hypothesis=f"{arm.policy} at {at.budget} tokens is as good as the full cache.",
@@ -331,6 +337,11 @@ def _facts(advice: Advice) -> dict[str, Any]:
         "in_time": advice.found.in_time,
         "seconds": advice.seconds,
     }
+
+
+def _below(arm: Arm) -> str:
+    tokens = (arm.kv or {}).get("tier_tokens", 0)
+    return f", and a tier of {tokens:g} tokens below it" if tokens else ""
 
 
 def _arm(arms: Sequence[Arm], at: Candidate) -> Arm:

@@ -64,6 +64,7 @@ class Advice:
     memory: dict[Candidate, Estimate | None]  # peak bytes over those of `full`, of the chain
     speed: Estimate | None = None  # of what is advised: seconds a token over those of `full`, alone
     seconds: float = 0.0
+    flags: Sequence[str] = ()  # of the daemon, as the user has given them
 
     @property
     def advised(self) -> Link | None:

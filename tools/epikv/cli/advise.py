@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from epikv import harness
-from epikv.cli import show
+from epikv.cli import options, show
 from epikv.errors import RpcError
 from epikv.eval import answer_options
 from epikv.processes import INTERRUPTED
@@ -59,6 +59,15 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="May be given several times. Default: all that can run on the model as it is.",
 )
 @click.option(
+    "--with",
+    "variants",
+    type=options.KvFields(),
+    multiple=True,
+    metavar="FIELD=N,...",
+    help="Try each policy also with these, as `epikv eval` does, such as a tier that is looked at in doubt. May be given"
+    " several times.",
+)
+@click.option(
     "--budget",
     "budgets",
     type=click.IntRange(min=1),
@@ -104,6 +113,7 @@ def _advise(
     max_loss: float,
     confidence: float,
     wanted: tuple[str, ...],
+    variants: tuple[dict[str, float], ...],
     budgets: tuple[int, ...],
     minutes: float,
     max_output_tokens: int | None,
@@ -149,7 +159,7 @@ def _advise(
         texts = [
             each for text in wanted or ["all"] for each in (everything if text == "all" else [text])
         ]
-        chosen = arms(catalog, texts, SLACK, oracle=False)
+        chosen = arms(catalog, texts, SLACK, oracle=False, kv=variants)
         if all(arm.policy in (FULL, RANDOM) for arm in chosen):
             raise click.UsageError("name a --policy that evicts, beside full and random")
         servers = [Server(served.client, served.address)]
@@ -171,6 +181,7 @@ def _advise(
             return INTERRUPTED
         except RpcError as error:
             raise click.ClickException(f"the daemon went away: {error}") from error
+    advice.flags = flags
     page.write(out, described, tasks, chosen, settings, advice)
     for line in page.lines(chosen, settings, advice):
         show.out.print(line)
