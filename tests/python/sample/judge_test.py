@@ -181,3 +181,13 @@ def test_a_table_has_who_costs_least_first(
     ranked = judge.ranking(found, 512)
     assert ranked["best"] == 0 and ranked["knorm"] == pytest.approx(kl, abs=1e-6)
     assert judge.ranking(found, 154)["random"] > ranked["random"] > ranked["knorm"]
+
+
+def test_steps_that_ran_twice_have_a_column_where_there_are_some() -> None:
+    plain = judge.Cost("a", "random", 8, 4, 4.0, 3.0, 1.0, 3, 0, 0)
+    twice = replace(plain, arm="random tier_doubt=1.0", kl=0.5, twice=round(judge.FORCED / 8))
+    assert "steps run twice" not in judge.table([plain])
+    lines = [line for line in judge.table([plain, twice]).splitlines() if line.startswith("|")]
+    assert lines[0].endswith("| steps run twice |") and lines[1].count("---|") == 7
+    assert lines[2].startswith("| `random tier_doubt=1.0`") and lines[2].endswith("| 12.5% |")
+    assert lines[3].endswith("| 0.0% |")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import click
+from epikv.cli.options import KvFields
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 SOURCES = click.option(
@@ -100,6 +101,14 @@ def train(
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--policy", "policies", multiple=True, help="Default: all that need no calibration.")
+@click.option(
+    "--with",
+    "variants",
+    type=KvFields(),
+    multiple=True,
+    metavar="FIELD=N,...",
+    help="Judge each --policy also with these, as `epikv eval` does.",
+)
 @click.option("--passages", default=24, show_default=True)
 @click.option("--at-once", default=16, show_default=True)
 @click.option(
@@ -113,6 +122,7 @@ def judge(
     model: Path,
     out: Path,
     policies: tuple[str, ...],
+    variants: tuple[dict[str, float], ...],
     passages: int,
     at_once: int,
     artefact_dir: Path | None,
@@ -130,7 +140,10 @@ def judge(
 
     with harness.serving(
         lambda: model,
-        [f"--artefact_dir={artefact_dir}"] if artefact_dir else [],
+        [
+            *([f"--artefact_dir={artefact_dir}"] if artefact_dir else []),
+            *(["--kv_tier_bytes=1GiB"] if variants else []),
+        ],
         server=None,
         metrics=None,
         binary=harness.built_binary(binary),
@@ -145,7 +158,7 @@ def judge(
         except ValueError as error:
             raise click.ClickException(str(error)) from error
         read = judge.passages(client.tokenizer(), texts, passages)
-        compared = arms(catalog, wanted, SLACK, oracle=False)
+        compared = arms(catalog, wanted, SLACK, oracle=False, kv=variants)
         refused: dict[str, str] = {}
         found = judge.judge(client, info.name, read, compared, out, at_once, refused)
         for done, _ in enumerate(found, start=1):

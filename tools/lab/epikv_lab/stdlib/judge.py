@@ -14,6 +14,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from epikv.client import Client
@@ -59,6 +60,9 @@ class Cost:
     same: int  # places whose likeliest token is full's
     known: int  # far places whose word is full's likeliest
     kept: int  # of these, that are the arm's likeliest, too
+    twice: int = (
+        0  # steps of all that are forced through that ran a second time, with tokens of a tier
+    )
 
 
 def usable(catalog: Iterable[Policy]) -> tuple[str, ...]:
@@ -121,6 +125,7 @@ def cost(passage: Passage, arm: str, budget: int, said: ScoreResponse, full: Sco
         same=sum(likeliest[i] == of_full[i] for i in places),
         known=len(known),
         kept=sum(likeliest[i] == passage.forced[i] for i in known),
+        twice=said.summary.kv.doubted_steps if said.summary and said.summary.kv else 0,
     )
 
 
@@ -215,7 +220,8 @@ def _held(
     of: tuple[Arm, int],
 ) -> Cost | None:
     arm, budget = of
-    kv = Kv(arm.policy, budget, arm.params, equal_protection=True)
+    more: dict[str, Any] = dict(arm.kv or {})
+    kv = Kv(arm.policy, budget, arm.params, equal_protection=True, **more)
     try:
         return cost(passage, arm.label, budget, _score(client, model, passage, kv), full)
     except InvalidRequest as error:
@@ -235,6 +241,9 @@ def table(found: Iterable[Cost]) -> str:
     for each in found:
         by_budget.setdefault(each.budget, {}).setdefault(each.arm, {})[each.passage] = each
     lines = []
+    twice = any(
+        each.twice for of in by_budget.values() for arm in of.values() for each in arm.values()
+    )
     for budget in sorted(by_budget, reverse=True):
         arms = by_budget[budget]
         common = sorted(set.intersection(*(set(of) for of in arms.values())))
@@ -243,13 +252,14 @@ def table(found: Iterable[Cost]) -> str:
             f"**{budget} of {PROMPT + FORCED} tokens ({budget / (PROMPT + FORCED):.0%}), {len(common)} passages**",
             "",
             "| policy | KL, nats a token | less than random's by | perplexity over full's"
-            " | likeliest the same | far words kept |",
-            "|---|---|---|---|---|---|",
+            f" | likeliest the same | far words kept |{' steps run twice |' if twice else ''}",
+            f"|---|---|---|---|---|---|{'---|' if twice else ''}",
         ]
         if common:
             control = costs_of.get(RANDOM)
             lines += [
-                _row(arm, costs_of[arm], control) for arm in sorted(costs_of, key=_kl_in(costs_of))
+                _row(arm, costs_of[arm], control, twice)
+                for arm in sorted(costs_of, key=_kl_in(costs_of))
             ]
         lines.append("")
     return "\n".join(lines)
@@ -272,7 +282,7 @@ def _kl(of: Sequence[Cost]) -> Estimate:
     return ratio([each.kl for each in of], [each.places for each in of])
 
 
-def _row(arm: str, of: Sequence[Cost], control: Sequence[Cost] | None) -> str:
+def _row(arm: str, of: Sequence[Cost], control: Sequence[Cost] | None, twice: bool) -> str:
     places = [each.places for each in of]
     perplexity = ratio([each.nats - each.nats_full for each in of], places)
     words = sum(each.known for each in of)
@@ -287,6 +297,8 @@ def _row(arm: str, of: Sequence[Cost], control: Sequence[Cost] | None) -> str:
     cells.append(_shown(ratio([each.same for each in of], places), 3))
     kept = ratio([each.kept for each in of], [each.known for each in of]) if words else None
     cells.append(f"{_shown(kept, 2)}, n = {words}" if kept else "none")
+    if twice:
+        cells.append(f"{sum(each.twice for each in of) / (FORCED * len(of)):.1%}")
     return f"| {' | '.join(cells)} |"
 
 

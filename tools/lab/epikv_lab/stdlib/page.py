@@ -18,11 +18,16 @@ CURVE_POINTS = 9  # columns
 
 
 def parts() -> dict[str, Callable[[], str]]:
-    return {"text-costs": _costs, "text-carries": _carries, "text-curve": _curve}
+    return {
+        "text-costs": lambda: _costs("costs.jsonl"),
+        "text-doubt": lambda: _costs("doubt.jsonl"),
+        "text-carries": _carries,
+        "text-curve": _curve,
+    }
 
 
-def _costs() -> str:
-    return judge.table(judge.costs(FOLDER / "costs.jsonl")).rstrip()
+def _costs(name: str) -> str:
+    return judge.table(judge.costs(FOLDER / name)).rstrip()
 
 
 def _carries() -> str:
