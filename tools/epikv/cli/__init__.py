@@ -1,36 +1,52 @@
-"""The `epikv` command. Nothing heavy is loaded here: commands that need torch import it inside."""
+"""The `epikv` command. Nothing heavy is loaded here: a command's module is loaded when it is asked for, and those that
+need torch import it inside."""
 
+from importlib import import_module
 from typing import Any
 
 import click
 
 from epikv import processes
-from epikv.cli import (
-    admin,
-    advise,
-    bench,
-    calibrate,
-    cancel,
-    chat,
-    completion,
-    demo,
-    eval,
-    experiment,
-    export,
-    gateway,
-    generate,
-    listing,
-    packet,
-    plan,
-    score,
-    serve,
-    token,
-    traces,
-)
 from epikv.errors import RpcError
+
+# Module of this package, and name in it, of each command.
+_COMMANDS = {
+    "admin": ("admin", "group"),
+    "advise": ("advise", "command"),
+    "bench": ("bench", "group"),
+    "calibrate": ("calibrate", "group"),
+    "cancel": ("cancel", "command"),
+    "chat": ("chat", "command"),
+    "completion": ("completion", "command"),
+    "demo": ("demo", "command"),
+    "eval": ("eval", "command"),
+    "experiment": ("experiment", "group"),
+    "export": ("export", "command"),
+    "gateway": ("gateway", "command"),
+    "generate": ("generate", "command"),
+    "models": ("listing", "models"),
+    "packet": ("packet", "group"),
+    "plan": ("plan", "group"),
+    "policies": ("listing", "policies"),
+    "score": ("score", "command"),
+    "serve": ("serve", "command"),
+    "token": ("token", "command"),
+    "traces": ("traces", "command"),
+}
 
 
 class _Main(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[name]
+        command = getattr(import_module(f"{__name__}.{module}"), attribute)
+        assert isinstance(command, click.Command), name
+        return command
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with processes.ending_in_order():
@@ -53,29 +69,3 @@ def main() -> None:
     certificates to trust. $EPIKV_TLS_CERTIFICATE and $EPIKV_TLS_KEY name what to show to a server
     that asks for a certificate.
     """
-
-
-for command in (
-    admin.group,
-    advise.command,
-    bench.group,
-    calibrate.group,
-    cancel.command,
-    chat.command,
-    completion.command,
-    demo.command,
-    eval.command,
-    experiment.group,
-    export.command,
-    gateway.command,
-    generate.command,
-    listing.models,
-    listing.policies,
-    packet.group,
-    plan.group,
-    score.command,
-    serve.command,
-    token.command,
-    traces.command,
-):
-    main.add_command(command)
