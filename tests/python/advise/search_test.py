@@ -33,7 +33,10 @@ class World:
     def losses(self, candidate: Candidate, problems: range) -> list[float]:
         at = self.drawn[candidate][problems.start : problems.stop]
         lost = self.truth[candidate] + self.gains
-        return list(np.where(at < lost, 1.0, np.where(at < lost + self.gains, -1.0, 0.0)))
+        drawn: list[float] = np.where(
+            at < lost, 1.0, np.where(at < lost + self.gains, -1.0, 0.0)
+        ).tolist()
+        return drawn
 
     def cost(self, candidate: Candidate) -> tuple[float, ...]:
         return (candidate.budget / 1000,)
