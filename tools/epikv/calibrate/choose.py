@@ -6,8 +6,10 @@ finds nothing by being large. The other half judges what was selected.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from epikv.calibrate.findings import Band, CalibrationError, Pair, Rule, Search, beyond
 from epikv.calibrate.separation import Case, Chance, Measured, by_chance, measure
@@ -79,10 +81,15 @@ def corrected(selection: Measured, chance: Chance) -> tuple[Floats, Floats, floa
 def intervals(values: Floats, seed: int) -> list[Estimate]:
     """Of each column's mean over rows. [N, n]"""
     count = len(values)
-    draw = np.random.default_rng(seed)
-    times = draw.multinomial(count, np.full(count, 1 / count), RESAMPLES)
-    low, high = np.quantile(times @ values / count, (0.025, 0.975), axis=0)
+    low, high = np.quantile(_resamples(count, seed) @ values / count, (0.025, 0.975), axis=0)
     return [Estimate(*map(float, three)) for three in zip(values.mean(0), low, high, strict=True)]
+
+
+@lru_cache(maxsize=4)
+def _resamples(count: int, seed: int) -> NDArray[np.int64]:
+    """How often each of `count` rows is drawn. [RESAMPLES, count]"""
+    draw = np.random.default_rng(seed)
+    return draw.multinomial(count, np.full(count, 1 / count), RESAMPLES)
 
 
 def _standardised(values: Floats, chance: Floats) -> tuple[Floats, Floats]:

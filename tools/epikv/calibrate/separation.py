@@ -120,10 +120,12 @@ def turned_recalls(kept: Bools, needed: Bools) -> Floats:
 
 def keepers(values: Floats, count: int) -> Bools:
     """Which tokens a frozen score keeps: the highest, the newer of equals. [n, T] -> [n, T]"""
-    order = np.argsort(values, axis=1, kind="stable")
-    kept = np.zeros(values.shape, bool)
-    np.put_along_axis(kept, order[:, values.shape[1] - count :], True, axis=1)
-    return kept
+    if count == 0:
+        return np.zeros(values.shape, bool)
+    lowest = np.partition(values, values.shape[1] - count, axis=1)[:, [values.shape[1] - count]]
+    kept, equal = values > lowest, values == lowest
+    newer = np.cumsum(equal[:, ::-1], axis=1)[:, ::-1]  # of equals, those from here on
+    return kept | (equal & (newer <= count - kept.sum(1, keepdims=True)))
 
 
 def pooled_correlation(cases: Sequence[Case], window: int) -> dict[str, list[float]]:

@@ -23,17 +23,16 @@ def rolling(steps: Floats, window: int) -> tuple[Floats, Floats]:
     """
     mean, z = np.empty_like(steps), np.empty_like(steps)
     counts = np.minimum(np.arange(1, steps.shape[1] + 1), window)
-    outside = (
-        np.arange(window)[None, :] < (window - counts)[:, None]
-    )  # [T, window]: before the first
+    # Before the first step, in the windows of the first ones. [min(T, window), window]
+    outside = np.arange(window)[None, :] < (window - counts[:window])[:, None]
     for layer, x in enumerate(steps):
         padded = np.concatenate([np.zeros(window - 1), x])
         # Relative to the newest, so that equal numbers give exactly 0.
         from_newest = np.lib.stride_tricks.sliding_window_view(padded, window) - x[:, None]
-        from_newest[outside] = 0
+        from_newest[:window][outside] = 0
         centre = from_newest.sum(1) / counts
         squares = (from_newest - centre[:, None]) ** 2
-        squares[outside] = 0
+        squares[:window][outside] = 0
         mean[layer] = x + centre
         z[layer] = -centre / (np.sqrt(squares.sum(1) / counts) + EPSILON)
     return mean, z
