@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -453,6 +454,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   }
   loaded.on_engine_thread_start = [threads = loaded.threads] {
     at::set_num_threads(static_cast<int>(threads));
+    thread_local const c10::InferenceMode inference;  // as long as the thread
   };
   loaded.description.push_back(absl::StrCat("engine threads ", loaded.threads,
                                             options.deterministic ? ", deterministic" : ""));

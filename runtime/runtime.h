@@ -75,7 +75,8 @@ struct LoadedModel {
   std::string decode_kernel, prefill_kernel;
   // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
   std::vector<std::string> description;
-  // Runs first on the thread that will call the executor: it sets that thread's team size.
+  // Runs first on the thread that will call the executor: it sets that thread's team size, and
+  // c10::InferenceMode as long as the thread lives.
   std::function<void()> on_engine_thread_start;
 };
 
