@@ -14,6 +14,7 @@
 #include "server/experiments/figures/planner.h"
 #include "server/experiments/figures/sample_ratio.h"
 #include "tests/fixtures/counted_units.h"
+#include "tests/fixtures/simulated_experiments.h"
 
 // What statistics promise of experiments, counted in experiments that are made up: no step of these
 // is taken but by the code that reports use. Seeds are fixed, and shares are recorded as properties
@@ -28,46 +29,8 @@ using testing::Gt;
 using testing::Le;
 using testing::Lt;
 
-#ifdef EPIKV_SANITIZED
-constexpr int kFewer = 20;
-#else
-constexpr int kFewer = 1;
-#endif
-constexpr int kExperiments = 10'000 / kFewer;
-constexpr int kPowerExperiments = 2'000 / kFewer;
-constexpr int kLooks = 20;
-constexpr double kAlpha = .05;
 constexpr AnalysisOptions kMean;
 constexpr AnalysisOptions kProportion = {.kind = MetricKind::kProportion};
-
-// Vigna's SplitMix64.
-class Random {
- public:
-  using result_type = uint64_t;
-  explicit Random(uint64_t seed) : state_(seed) {}
-  static constexpr uint64_t min() { return 0; }
-  static constexpr uint64_t max() { return ~uint64_t{0}; }
-  uint64_t operator()() {
-    uint64_t z = (state_ += 0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return z ^ (z >> 31);
-  }
-  double Uniform() { return static_cast<double>((*this)() >> 11) * 0x1p-53; }  // in [0, 1)
-  bool Chance(double p) { return Uniform() < p; }
-  double Exponential() { return -std::log1p(-Uniform()); }
-  double Normal() { return normal_(*this); }
-  double LogNormal() { return std::exp(Normal()); }
-
- private:
-  uint64_t state_;
-  std::normal_distribution<double> normal_;
-};
-
-// Of 1 / kFewer of the experiments a share is known less well.
-double Slack(double share, int experiments) {
-  return kFewer == 1 ? 0 : 3 * std::sqrt(share * (1 - share) / experiments);
-}
 
 struct Traffic {
   int observations = 2000;  // per experiment, of all arms
@@ -197,10 +160,6 @@ Look Misses(const AnalysisOptions& options, size_t arm, double mean) {
 
 Look MissesLift(const AnalysisOptions& options, double lift) {
   return [=](const MetricSums& sums) { return !Compare(sums, 0, 1, options).lift.Holds(lift); };
-}
-
-void Record(const char* what, double share) {
-  testing::Test::RecordProperty(what, std::to_string(share));
 }
 
 // The share of A/A experiments with a false alarm at any look.
@@ -535,6 +494,14 @@ TEST(PowerTest, OfAMean) {
   };
   ExpectPower(plan, ShareEnded(kPowerExperiments, {.observations = Whole(plan.units)}, 30,
                                Singles(.5, draw), Alarm(kMean)));
+}
+
+// One that shows as soon as there is anything to say: chance deals one of the arms fewer units.
+TEST(PowerTest, OfAnEffectThatIsLarge) {
+  const UnitPlan plan = *PlanUnits({.sd = 1}, 1, {});
+  const auto draw = [](Random& random, size_t arm) { return random.Normal() + (arm == 1 ? 1 : 0); };
+  ExpectPower(plan, ShareEnded(kPowerExperiments, {.observations = static_cast<int>(plan.units)},
+                               37, Singles(.5, draw), Alarm(kMean)));
 }
 
 TEST(PowerTest, OfAMeanInUnequalArmsByThePlansTau) {

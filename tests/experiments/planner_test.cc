@@ -106,9 +106,15 @@ TEST(PlanTest, ACovariateSavesWhatItExplains) {
 }
 
 TEST(PlanTest, ARareProportionNeedsItsEventsFirst) {
-  // So large an effect would show in fewer, but for the 25 ones that each arm must have.
+  // So large an effect would show in fewer, but for the 25 ones that each arm must have: 37.2 less
+  // two standard deviations.
   const UnitPlan plan = *PlanUnits(Rate(.001), .05, {});
-  EXPECT_THAT(static_cast<double>(plan.units), DoubleNear(50'000, 300));
+  EXPECT_THAT(static_cast<double>(plan.units), DoubleNear(74'250, 400));
+}
+
+TEST(PlanTest, ChanceMayDealAnArmFewerUnitsThanItsShare) {
+  // 115.2 less two standard deviations are the 100 that an arm must have.
+  EXPECT_THAT(static_cast<double>(PlanUnits(kMeanOfOne, 9, {})->units), DoubleNear(230.4, 1));
 }
 
 TEST(PlanTest, EffectsOfAProportionDifferUpAndDown) {

@@ -80,14 +80,16 @@ double Integral(const Grid& grid) {
 // One arm as the plan expects it.
 struct ExpectedArm {
   double units = 0;
+  double share = 0;            // of all units
   double variance = 0;         // of a unit
   double effective_share = 1;  // effective units by unit
 };
 
 // units p q / (1 - 3 p q): units by kurtosis.
-ExpectedArm ProportionArm(double units, double rate) {
+ExpectedArm ProportionArm(double units, double share, double rate) {
   const double variance = rate * (1 - rate);
-  return {.units = units,
+  return {.units = units * share,
+          .share = share,
           .variance = variance,
           .effective_share = std::min(1., variance / (1 - 3 * variance))};
 }
@@ -97,21 +99,27 @@ struct ExpectedArms {
 };
 
 ExpectedArms Expect(const Baseline& baseline, double effect, double units, const Design& design) {
-  const double control = units * design.control_share;
-  const double treatment = units * design.treatment_share;
   if (baseline.kind == MetricKind::kProportion) {
-    return {.control = ProportionArm(control, baseline.rate),
-            .treatment = ProportionArm(treatment, baseline.rate + effect)};
+    return {.control = ProportionArm(units, design.control_share, baseline.rate),
+            .treatment = ProportionArm(units, design.treatment_share, baseline.rate + effect)};
   }
   // Of what distribution is not known: a normal one's kurtosis.
-  const double variance = baseline.sd * baseline.sd;
-  return {.control = {.units = control, .variance = variance, .effective_share = 1. / 3},
-          .treatment = {.units = treatment, .variance = variance, .effective_share = 1. / 3}};
+  ExpectedArm arm{.variance = baseline.sd * baseline.sd, .effective_share = 1. / 3};
+  const auto with = [&](double share) {
+    arm.units = units * share;
+    arm.share = share;
+    return arm;
+  };
+  return {.control = with(design.control_share), .treatment = with(design.treatment_share)};
 }
 
+// At a look at this share of the units. Units are dealt by chance, and ones come by chance: an arm
+// may have as many fewer than expected as two standard deviations, of a binomial and of a Poisson
+// number.
 bool IsTooEarly(const ExpectedArm& arm, double share) {
-  const double units = arm.units * share;
-  return units < kLeastUnits || units * arm.effective_share < kLeastEffectiveUnits;
+  const double units = arm.units * share, effective = units * arm.effective_share;
+  return units - 2 * std::sqrt(units * (1 - arm.share)) < kLeastUnits ||
+         effective - 2 * std::sqrt(effective) < kLeastEffectiveUnits;
 }
 
 UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const Design& design) {

@@ -50,8 +50,8 @@ struct UnitPlan {
 
 // The least number of units (to one part in a thousand) with which a true difference `effect`
 // (treatment - control, in the metric's units, not 0) is found with design.power. Looks at which an
-// arm is expected to have too few units or effective units for an asymptotic sequence find nothing;
-// what exact sequences would find there comes on top. INVALID_ARGUMENT says what is out of range;
+// arm may well have too few units or effective units for an asymptotic sequence find nothing; what
+// exact sequences would find there comes on top. INVALID_ARGUMENT says what is out of range;
 // OUT_OF_RANGE: more than 10^12 units.
 absl::StatusOr<UnitPlan> PlanUnits(const Baseline& baseline, double effect, const Design& design);
 
