@@ -11,6 +11,7 @@
 #include "server/base/durations.h"
 #include "server/experiments/definition/assignment.h"
 #include "server/experiments/definition/definition.h"
+#include "server/experiments/definition/subgroups.h"
 #include "server/experiments/definition/windows.h"
 
 namespace epikv {
@@ -96,6 +97,7 @@ void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment&
         IsExposed(experiment, assignment.kv, subject.prompt_tokens + subject.max_output_tokens));
     part.set_washed_out(experiment.has_switchback() &&
                         Windows(experiment.switchback()).IsWashedOut(subject.began));
+    part.set_subgroup(SubgroupLabelOf(experiment, subject.request.labels()));
     assignment.parts.push_back(std::move(part));
   }
 }

@@ -258,6 +258,18 @@ TEST_F(LiveExperimentsTest, TakesEligibleRequestsOnly) {
   EXPECT_EQ(Assign()->excluded, std::vector<std::string>{"e"});
 }
 
+TEST_F(LiveExperimentsTest, RecordsOfALabelWhatSubgroupsName) {
+  v1::Experiment experiment = TwoArms("e");
+  experiment.mutable_subgroups()->mutable_label()->set_key("tier");
+  experiment.mutable_subgroups()->mutable_label()->add_values("free");
+  live_.Set({experiment});
+  EXPECT_EQ(Assign()->parts.at(0).subgroup(), "");
+  (*request_.mutable_labels())["tier"] = "free";
+  EXPECT_EQ(Assign()->parts.at(0).subgroup(), "free");
+  (*request_.mutable_labels())["tier"] = "gold";
+  EXPECT_EQ(Assign()->parts.at(0).subgroup(), "");
+}
+
 TEST_F(LiveExperimentsTest, ForcesAnArmWhateverTheHash) {
   live_.Set({TwoArms("e")});
   for (int i = 0; i < 20; ++i) {

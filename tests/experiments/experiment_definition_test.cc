@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "server/experiments/definition/subgroups.h"
+
 // What an experiment may be, what its defaults are, and what would move its units.
 
 namespace epikv {
@@ -92,6 +94,65 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{R"(outcome_window { seconds: 0 })", {"experiment.outcome_window"}},
         Fault{R"(outcome_window { seconds: 999999999 })", {"experiment.outcome_window"}}));
 
+constexpr char kSubgroups[] = R"(
+  subgroups { prompt_token_edges: [256, 1024] label { key: "tier" values: ["free", "paid"] } }
+)";
+
+TEST(Subgroups, HaveAClassBetweenEdgesAndOneOfAllOthers) {
+  const v1::Experiment experiment = Sound(kSubgroups);
+  EXPECT_THAT(Faults(experiment), IsEmpty());
+  const Subgroups subgroups(experiment);
+  ASSERT_EQ(subgroups.divisions().size(), 2u);
+  EXPECT_THAT(subgroups.divisions()[0].names, ElementsAre("0-255", "256-1023", "1024+"));
+  EXPECT_THAT(subgroups.divisions()[1].names, ElementsAre("free", "paid", "other"));
+  EXPECT_EQ(subgroups.num_classes(), 6u);
+  const auto of = [&](int64_t tokens, const std::string& label) {
+    return subgroups.ClassesOf({.prompt_tokens = tokens, .label = label});
+  };
+  EXPECT_THAT(of(0, "free"), ElementsAre(0, 0));
+  EXPECT_THAT(of(255, "paid"), ElementsAre(0, 1));
+  EXPECT_THAT(of(256, ""), ElementsAre(1, 2));
+  EXPECT_THAT(of(1 << 20, "gold"), ElementsAre(2, 2));
+}
+
+TEST(Subgroups, KeepOfLabelsWhatTheyName) {
+  const v1::Experiment experiment = Sound(kSubgroups);
+  google::protobuf::Map<std::string, std::string> labels;
+  EXPECT_EQ(SubgroupLabelOf(experiment, labels), "");
+  labels["name"] = "Ann";
+  labels["tier"] = "paid";
+  EXPECT_EQ(SubgroupLabelOf(experiment, labels), "paid");
+  labels["tier"] = "a secret";
+  EXPECT_EQ(SubgroupLabelOf(experiment, labels), "");
+  EXPECT_EQ(SubgroupLabelOf(Sound(), labels), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    OfSubgroups, DefinitionFault,
+    testing::Values(
+        Fault{"subgroups {}", {"experiment.subgroups"}},
+        Fault{"subgroups { prompt_token_edges: [0] }", {"experiment.subgroups.prompt_token_edges"}},
+        Fault{"subgroups { prompt_token_edges: [9, 9] }",
+              {"experiment.subgroups.prompt_token_edges"}},
+        Fault{"subgroups { prompt_token_edges: [1, 2, 3, 4, 5, 6, 7, 8] }",
+              {"experiment.subgroups.prompt_token_edges"}},
+        Fault{R"(subgroups { label { values: "a" } })", {"experiment.subgroups.label.key"}},
+        Fault{R"(subgroups { label { key: "k" } })", {"experiment.subgroups.label.values"}},
+        Fault{R"(subgroups { label { key: "k" values: ["a", "a"] } })",
+              {"experiment.subgroups.label.values"}},
+        Fault{R"(subgroups { label { key: "k" values: "other" } })",
+              {"experiment.subgroups.label.values"}},
+        Fault{R"(subgroups { label { key: "k" values: "a\000" } })",
+              {"experiment.subgroups.label.values"}}));
+
+TEST(Redecides, IsAnotherCut) {
+  const v1::Experiment before = Sound(kSubgroups);
+  EXPECT_FALSE(Redecides(before, before));
+  EXPECT_TRUE(Redecides(before, Sound()));
+  EXPECT_TRUE(
+      Redecides(before, Sound(kSubgroups + std::string("subgroups { prompt_token_edges: 4096 }"))));
+}
+
 constexpr char kSwitchback[] = R"(traffic_permille: 1000
   switchback { window { seconds: 300 } wash_out { seconds: 30 } }
 )";
@@ -135,6 +196,7 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{"eligibility { min_prompt_tokens: 9 }", {"experiment.eligibility.min_prompt_tokens"}},
         Fault{R"(eligibility { labels { key: "a" value: "b" } })",
               {"experiment.eligibility.labels"}},
+        Fault{"subgroups { prompt_token_edges: 256 }", {"experiment.subgroups"}},
         Fault{R"(metrics { name: "score" covariate: COVARIATE_CLIENT })",
               {"experiment.metrics[1].covariate"}}));
 

@@ -16,8 +16,10 @@
 #include "server/experiments/definition/assignment.h"
 #include "server/experiments/definition/definition.h"
 #include "server/experiments/definition/edits.h"
+#include "server/experiments/figures/comparison.h"
 #include "server/experiments/figures/distribution.h"
 #include "server/experiments/store/sql_store.h"
+#include "tests/fixtures/counted_units.h"
 #include "tests/fixtures/temporary_folder.h"
 
 // What a report says of records that are in a real store.
@@ -43,6 +45,8 @@ struct Asked {
   double seconds = 1;
   std::optional<double> right;
   uint32_t version = 1;
+  uint32_t prompt_tokens = 100;
+  std::string subgroup = {};
 };
 
 class ReportTest : public ::testing::Test {
@@ -80,13 +84,14 @@ class ReportTest : public ::testing::Test {
     began.set_request_id(id);
     began.set_unit(UnitHash("unit", 0, unit));
     *began.mutable_time() = TimestampProto(time);
-    began.set_prompt_tokens(100);
+    began.set_prompt_tokens(asked.prompt_tokens);
     auto& part = *began.add_parts();
     part.set_experiment("lean");
     part.set_bucket_version(asked.version);
     part.set_arm(asked.arm);
     part.set_forced(asked.forced);
     part.set_exposed(asked.exposed);
+    part.set_subgroup(asked.subgroup);
     if (asked.ended) {
       v1::RequestEnded& ended = *records_.emplace_back().mutable_ended();
       ended.set_id(id);
@@ -428,6 +433,117 @@ TEST_F(ReportTest, TellsWhatReplaysOfASampleHaveShown) {
   EXPECT_NEAR(agreement.all().arms(1).mean(), 0.94, 0.01);
   EXPECT_EQ(agreement.all().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
   EXPECT_THAT(report.notes(), Each(Not(HasSubstr("differs by arm"))));
+}
+
+// Of units, whose prompts are short and long in turn, half are right; of long ones under `lean` an
+// eighth.
+class SubgroupReportTest : public ReportTest {
+ protected:
+  SubgroupReportTest() {
+    v1::Subgroups& subgroups = *experiment_.mutable_subgroups();
+    subgroups.add_prompt_token_edges(256);
+    subgroups.mutable_label()->set_key("tier");
+    subgroups.mutable_label()->add_values("free");
+  }
+  void AddUnits(int n) {
+    for (int i = 0; i < n; ++i) {
+      const bool lean = i % 2 == 1, is_long = i % 4 >= 2;
+      Add(i, n, absl::StrCat("u", i),
+          {.arm = lean ? "lean" : "full",
+           .right = i / 4 % (lean && is_long ? 8 : 2) == 0 ? 1 : 0,
+           .prompt_tokens = is_long ? 256u : 255u,
+           .subgroup = i / 64 % 2 == 0 ? "free" : ""});
+    }
+    Write();
+  }
+};
+
+TEST_F(SubgroupReportTest, FindsWhatDiffersBetweenClassesOfPrompts) {
+  AddUnits(4000);
+  const v1::ExperimentReport report = Report();
+  ASSERT_EQ(report.subgroups_size(), 2);
+  const v1::SubgroupAnalysis& by_prompt = report.subgroups(0);
+  EXPECT_EQ(by_prompt.by(), "prompt_tokens");
+  EXPECT_FALSE(by_prompt.by_label());
+  EXPECT_EQ(by_prompt.alpha(), 0.05);
+  ASSERT_EQ(by_prompt.subgroups_size(), 2);
+  const v1::Subgroup &few = by_prompt.subgroups(0), &many = by_prompt.subgroups(1);
+  EXPECT_EQ(few.name(), "0-255");
+  EXPECT_EQ(many.name(), "256+");
+  EXPECT_EQ(few.analysis().arms(1).units(), 1000u);
+  EXPECT_EQ(few.analysis().effects(0).verdict(), v1::Effect::VERDICT_UNDECIDED);
+  EXPECT_EQ(many.analysis().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
+  EXPECT_NEAR(many.analysis().effects(0).difference(), -0.375, 1e-9);
+  EXPECT_EQ(many.analysis().effects(0).points_size(), 0);
+  ASSERT_EQ(by_prompt.heterogeneity_size(), 1);
+  EXPECT_EQ(by_prompt.heterogeneity(0).arm(), "lean");
+  EXPECT_EQ(by_prompt.heterogeneity(0).verdict(), v1::Heterogeneity::VERDICT_DIFFERS);
+}
+
+TEST_F(SubgroupReportTest, FindsNothingBetweenClassesThatAreAlike) {
+  AddUnits(4000);
+  const v1::ExperimentReport report = Report();
+  const v1::SubgroupAnalysis& by_label = report.subgroups(1);
+  EXPECT_EQ(by_label.by(), "tier");
+  EXPECT_TRUE(by_label.by_label());
+  EXPECT_EQ(by_label.subgroups(0).name(), "free");
+  EXPECT_EQ(by_label.subgroups(1).name(), "other");
+  EXPECT_EQ(by_label.heterogeneity(0).verdict(), v1::Heterogeneity::VERDICT_UNDECIDED);
+}
+
+TEST_F(SubgroupReportTest, HasWiderIntervalsThanAnExperimentOfThatSize) {
+  AddUnits(4000);
+  const v1::ExperimentReport report = Report();
+  const v1::Interval& subgroup = report.subgroups(0).subgroups(0).analysis().effects(0).interval();
+  AnalysisOptions options = {.kind = MetricKind::kProportion};
+  const std::vector<ArmSums> arms = {CountedUnits(1000, 500), CountedUnits(1000, 500)};
+  options.alpha = 0.05;
+  EXPECT_GT(subgroup.upper(), 1.1 * Compare({.arms = arms}, 0, 1, options).interval.upper);
+  options.alpha = 0.05 / 4;
+  EXPECT_NEAR(subgroup.upper(), Compare({.arms = arms}, 0, 1, options).interval.upper, 1e-9);
+}
+
+TEST_F(SubgroupReportTest, SaysTooEarlyOfFew) {
+  AddUnits(40);
+  EXPECT_EQ(Report().subgroups(0).heterogeneity(0).verdict(), v1::Heterogeneity::VERDICT_TOO_EARLY);
+}
+
+// By then an arm may have written what the prompt holds.
+TEST_F(SubgroupReportTest, LaterRequestsAreInTheClassOfTheFirst) {
+  Add(0, 10, "u", {.right = 1, .prompt_tokens = 10});
+  Add(1, 10, "u", {.right = 1, .prompt_tokens = 1000, .subgroup = "free"});
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.subgroups(0).subgroups(0).analysis().arms(0).observations(), 2u);
+  EXPECT_EQ(report.subgroups(0).subgroups(1).analysis().arms(0).observations(), 0u);
+  EXPECT_EQ(report.subgroups(1).subgroups(1).analysis().arms(0).observations(), 2u);
+}
+
+TEST_F(SubgroupReportTest, WithholdsASubgroupThatAnArmHasFilled) {
+  for (int i = 0; i < 2000; ++i) {
+    const bool lean = i % 2 == 1;
+    Add(i, 2000, absl::StrCat("u", i),
+        {.arm = lean ? "lean" : "full",
+         .right = i / 2 % 2,
+         .prompt_tokens = lean && i % 3 == 0 ? 300u : 100u});
+  }
+  Write();
+  v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.blocked(), "");
+  const v1::Subgroup& filled = report.subgroups(0).subgroups(1);
+  EXPECT_TRUE(filled.sample_ratio().alarm());
+  EXPECT_THAT(filled.analysis().effects(), IsEmpty());
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("subgroup '256+'")));
+  EXPECT_EQ(report.subgroups(0).heterogeneity(0).verdict(), v1::Heterogeneity::VERDICT_TOO_EARLY);
+  experiment_.set_sample_ratio_explanation("lean's router sends long prompts elsewhere");
+  report = Report();
+  EXPECT_EQ(report.subgroups(0).subgroups(1).analysis().effects_size(), 1);
+}
+
+TEST_F(SubgroupReportTest, SaysTheSameInSeveralPasses) {
+  AddUnits(800);
+  EXPECT_EQ(Report({.memory_bytes = 1}).SerializeAsString(), Report().SerializeAsString());
+  EXPECT_EQ(Report({.guardrails_only = true}).subgroups_size(), 0);
 }
 
 TEST(ValueBins, AreWithinTwoPercent) {

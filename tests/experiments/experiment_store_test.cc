@@ -215,6 +215,7 @@ TEST_P(ExperimentStoreTest, TextsAndNumbersComeBackAsTheyWere) {
   v1::ExperimentRecord began = Record(Begun{.id = odd, .client = odd, .arm = odd, .tenant = odd});
   began.mutable_began()->set_covariate(5e-324);
   began.mutable_began()->set_unit(std::numeric_limits<uint64_t>::max());
+  began.mutable_began()->mutable_parts(0)->set_subgroup(odd);
   Written(*store_, {began});
   for (double value : {0.1, -0.0, 1e308, 5e-324, 3.0}) {
     const v1::ExperimentRecord outcome = Record(
@@ -225,6 +226,7 @@ TEST_P(ExperimentStoreTest, TextsAndNumbersComeBackAsTheyWere) {
   const RequestRow row = RowsOf(*store_).at(0);
   EXPECT_EQ(row.id, odd);
   EXPECT_EQ(row.arm, odd);
+  EXPECT_EQ(row.subgroup, odd);
   EXPECT_EQ(row.covariate, 5e-324);
   EXPECT_EQ(row.unit, std::numeric_limits<uint64_t>::max());
   EXPECT_THAT(row.outcomes, SizeIs(5));
@@ -671,10 +673,20 @@ TEST_P(ExperimentStoreTest, AStoreFromBeforeReplaysTakesThem) {
   Written(*store_, {Record(Begun{.id = "r", .at = 1})});
   store_.reset();
   place_->Execute("DROP TABLE shadows");
+  place_->Execute("ALTER TABLE participations DROP COLUMN subgroup");
   place_->Execute("UPDATE schema_version SET version = 1");
   store_ = place_->Open();
   EXPECT_THAT(Written(*store_, {Compared("r", 2)}), ElementsAre(Recorded::kWritten));
   EXPECT_TRUE(RowsOf(*store_).at(0).shadow.has_value());
+}
+
+TEST_P(ExperimentStoreTest, RequestsFromBeforeSubgroupsHaveNone) {
+  Written(*store_, {Record(Begun{.id = "r", .at = 1})});
+  store_.reset();
+  place_->Execute("ALTER TABLE participations DROP COLUMN subgroup");
+  place_->Execute("UPDATE schema_version SET version = 2");
+  store_ = place_->Open();
+  EXPECT_EQ(RowsOf(*store_).at(0).subgroup, "");
 }
 
 TEST_P(ExperimentStoreTest, AMigrationThatFailsLeavesTheVersionBefore) {

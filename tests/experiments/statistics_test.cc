@@ -33,6 +33,30 @@ TEST(SampleRatioTest, IsPearsonsOrExactAsTheGoldens) {
   }
 }
 
+TEST(SamenessTest, IsTheMixtureOfTheGoldens) {
+  for (const json& row : ExperimentGoldens()["sameness"]) {
+    std::vector<Estimated> estimates;
+    for (size_t i = 0; i < row["values"].size(); ++i) {
+      estimates.push_back({.value = row["values"][i], .variance = row["variances"][i]});
+    }
+    EXPECT_NEAR(SamenessPValue(estimates, row["tau_squared"]), row["p"], 1e-9) << row;
+  }
+}
+
+TEST(SamenessTest, OfTwoIsThePValueOfTheirDifference) {
+  const std::vector<Estimated> estimates = {{.value = 3, .variance = .2},
+                                            {.value = 4.5, .variance = .1}};
+  EXPECT_NEAR(SamenessPValue(estimates, .25), MixturePValue(1.5 * 1.5 / .3, .5 / .3), 1e-12);
+}
+
+TEST(SamenessTest, SaysNothingOfOne) { EXPECT_EQ(SamenessPValue({{3, .1}}, 1), 1); }
+
+TEST(SubgroupsTest, ShareAlphaAmongAllThatIsSaid) {
+  const SubgroupAlphas alphas = AlphaPerSubgroup(.06, {.arms = 3, .divisions = 2, .classes = 6});
+  EXPECT_DOUBLE_EQ(alphas.interval, .06 / 12);
+  EXPECT_DOUBLE_EQ(alphas.heterogeneity, .06 / 4);
+}
+
 TEST(SampleRatioTest, WeightsHaveAnySum) {
   const std::vector<int64_t> units = {480, 520};
   const SampleRatio of_thousand = CheckSampleRatio(units, std::vector<double>{500, 500});
@@ -394,6 +418,18 @@ TEST(GuardrailTest, IsBreachedOnlyWhenCertainlyWorseByMoreThanTheMargin) {
   EXPECT_EQ(JudgeGuardrail(errors, Better::kLower, .04), Verdict::kUndecided);
   EXPECT_EQ(JudgeGuardrail(errors, Better::kLower, .06), Verdict::kSafe);
   EXPECT_EQ(JudgeGuardrail(errors, Better::kHigher, 0), Verdict::kSafe);
+}
+
+TEST(SubgroupsTest, ThoseThatSayNothingYetTakeNoPart) {
+  const Comparison early = Compare(Normal(20, 5, 4).sums(), 0, 1, {});
+  const Comparison one = Compare(Normal(2000, 5, 4).sums(), 0, 1, {});
+  const Comparison other = Compare(Normal(2000, 5, 5).sums(), 0, 1, {});
+  EXPECT_EQ(CompareSubgroups({early, one}, .01).num_compared, 1);
+  EXPECT_EQ(CompareSubgroups({early, one}, .01).p_value, 1);
+  EXPECT_EQ(CompareSubgroups({early, one, other}, .01).p_value,
+            CompareSubgroups({one, other}, .01).p_value);
+  EXPECT_LT(CompareSubgroups({one, other}, .01).p_value, 1e-6);
+  EXPECT_EQ(CompareSubgroups({one, other}, 0).num_compared, 0) << "all units say nothing yet";
 }
 
 TEST(GuardrailTest, IsSafeWhereNothingEverFails) {

@@ -224,8 +224,37 @@ def alarming(share: np.ndarray, arm: int, loss: float, power: float) -> float:
     )
 
 
+def sameness() -> list[Row]:
+    """The p of several estimates: the mixture over their deviations, of N(0, tau^2) each, from a
+    value that any may be, as a ratio of the likelihoods of their differences."""
+    rows = []
+    for values, variances, tau_squared in [
+        ([0.1, 0.5], [0.01, 0.02], 0.04),
+        ([1.0, 1.0, 1.0], [0.01, 1.0, 0.1], 0.5),
+        ([0.0, 0.3, -0.4], [0.02, 0.01, 0.05], 0.1),
+        ([5.0, 5.9, 4.6, 5.1], [0.09, 0.04, 0.2, 1e-4], 1e-2),
+    ]:
+        contrasts = np.eye(len(values))[1:] - np.eye(len(values))[0]
+        seen = contrasts @ np.diag(variances) @ contrasts.T
+        mixed = seen + tau_squared * contrasts @ contrasts.T
+        x = contrasts @ np.array(values)
+        evidence = stats.multivariate_normal.logpdf(x, cov=mixed)
+        evidence -= stats.multivariate_normal.logpdf(x, cov=seen)
+        row = {"values": values, "variances": variances, "tau_squared": tau_squared}
+        rows.append(row | {"p": min(1.0, float(np.exp(-evidence)))})
+    return rows
+
+
 def main() -> None:
-    cases = (sample_ratio, arm_means, mixture, proportions, crossings, sample_ratio_units)
+    cases = (
+        sample_ratio,
+        arm_means,
+        mixture,
+        proportions,
+        crossings,
+        sample_ratio_units,
+        sameness,
+    )
     lines = [
         f'"command": "python tests/golden/{Path(__file__).name}"',
         f'"reference": "scipy {scipy.__version__}, statsmodels {statsmodels.__version__}"',

@@ -4,14 +4,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <set>
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/base/durations.h"
 #include "server/experiments/definition/assignment.h"
+#include "server/experiments/definition/subgroups.h"
 
 namespace epikv {
 namespace {
@@ -81,6 +84,7 @@ class Checker {
   void CheckMetrics();
   void CheckTimes();
   void CheckSwitchback();
+  void CheckSubgroups();
   std::vector<FieldViolation> Take() { return std::move(violations_); }
 
  private:
@@ -291,6 +295,45 @@ void Checker::CheckSwitchback() {
   }
 }
 
+void Checker::CheckSubgroups() {
+  if (!experiment_.has_subgroups()) return;
+  const v1::Subgroups& subgroups = experiment_.subgroups();
+  if (experiment_.has_switchback()) {
+    Violate("subgroups", "must be none: a window holds requests of all classes");
+  }
+  if (subgroups.prompt_token_edges().empty() && !subgroups.has_label()) {
+    Violate("subgroups", "names no classes: give prompt_token_edges, a label, or leave it out");
+  }
+  const auto& edges = subgroups.prompt_token_edges();
+  const bool increase =
+      std::adjacent_find(edges.begin(), edges.end(), std::greater_equal<>()) == edges.end();
+  if (static_cast<size_t>(edges.size()) > kMaxSubgroupEdges || !increase ||
+      (!edges.empty() && edges[0] < 1)) {
+    Violate("subgroups.prompt_token_edges",
+            absl::StrCat(
+                "must increase from 1 or more, and be at most ", kMaxSubgroupEdges, "; are ",
+                absl::StrJoin(edges.begin(), edges.begin() + std::min(edges.size(), 10), ", ")));
+  }
+  if (!subgroups.has_label()) return;
+  const v1::SubgroupLabel& label = subgroups.label();
+  auto fits = [](const std::string& text) {
+    return !text.empty() && text.size() <= kMaxLabelBytes && !absl::StrContains(text, '\0');
+  };
+  if (!fits(label.key())) {
+    Violate("subgroups.label.key",
+            absl::StrCat("must have 1 to ", kMaxLabelBytes, " bytes, none of them 0"));
+  }
+  const std::set<std::string> values(label.values().begin(), label.values().end());
+  if (values.empty() || values.size() > kMaxSubgroupValues ||
+      values.size() != static_cast<size_t>(label.values_size()) || values.count("other") > 0 ||
+      !std::all_of(values.begin(), values.end(), fits)) {
+    Violate(
+        "subgroups.label.values",
+        absl::StrCat("must be 1 to ", kMaxSubgroupValues, ", each once, of 1 to ", kMaxLabelBytes,
+                     " bytes, none of them 0, and not 'other', there are ", label.values_size()));
+  }
+}
+
 uint32_t KvGroups(const v1::KvOptions& kv) {
   uint32_t groups = 0;
   if (!kv.policy().empty() || kv.has_policy_params() ||
@@ -354,6 +397,7 @@ std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment) {
   checker.CheckMetrics();
   checker.CheckTimes();
   checker.CheckSwitchback();
+  checker.CheckSubgroups();
   return checker.Take();
 }
 
@@ -373,7 +417,8 @@ bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after) {
 }
 
 bool Redecides(const v1::Experiment& before, const v1::Experiment& after) {
-  if (before.alpha() != after.alpha() || before.primary_metric() != after.primary_metric()) {
+  if (before.alpha() != after.alpha() || before.primary_metric() != after.primary_metric() ||
+      !MessageDifferencer::Equals(before.subgroups(), after.subgroups())) {
     return true;
   }
   return !std::all_of(before.metrics().begin(), before.metrics().end(), [&](const auto& metric) {

@@ -7,6 +7,7 @@
 
 #include "epikv/v1/experiment.pb.h"
 #include "server/experiments/definition/assignment.h"
+#include "server/experiments/definition/subgroups.h"
 #include "server/experiments/definition/windows.h"
 
 namespace epikv {
@@ -44,6 +45,8 @@ class Arms {
 struct Owner {
   size_t arm = 0;
   uint64_t unit = 0;  // a hash, or a window
+  // Of the unit's first request that is analysed, which no arm has had a hand in.
+  Classes classes = {};
 };
 
 }  // namespace epikv

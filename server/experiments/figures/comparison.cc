@@ -4,6 +4,7 @@
 #include <boost/math/tools/roots.hpp>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "runtime/base/require.h"
 
@@ -147,6 +148,8 @@ void CompareAsymptotically(const Pair& pair, const AnalysisOptions& options,
   const double difference = pair.treatment - pair.control;
   const double radius = std::sqrt(bound * pair.variance());
   comparison.basis = Basis::kAsymptotic;
+  comparison.variance = pair.variance();
+  comparison.tau_squared = tau_squared;
   comparison.interval = {.lower = difference - radius, .upper = difference + radius};
   comparison.p_value = MixturePValue(difference * difference / pair.variance(), spread);
   comparison.lift = FiellerLift(pair, bound);
@@ -165,6 +168,12 @@ Interval AsymptoticInterval(const MetricEstimates& estimates, size_t arm, double
 double AlphaPerArm(double alpha, int num_arms) {
   Require(num_arms >= 2, "nothing to compare");
   return alpha / (num_arms - 1);
+}
+
+SubgroupAlphas AlphaPerSubgroup(double alpha, const SubgroupCounts& counts) {
+  Require(counts.divisions >= 1 && counts.classes >= 2, "no subgroups");
+  const double per_arm = AlphaPerArm(alpha, counts.arms);
+  return {.interval = per_arm / counts.classes, .heterogeneity = per_arm / counts.divisions};
 }
 
 bool Lift::Holds(double lift) const {
@@ -220,6 +229,18 @@ Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
     CompareExactly(options, comparison);
   }
   return comparison;
+}
+
+Heterogeneity CompareSubgroups(absl::Span<const Comparison> subgroups, double tau_squared) {
+  if (tau_squared == 0) return {};
+  std::vector<Estimated> differences;
+  for (const Comparison& subgroup : subgroups) {
+    if (subgroup.basis != Basis::kAsymptotic || subgroup.variance <= 0) continue;
+    differences.push_back({.value = *subgroup.difference, .variance = subgroup.variance});
+  }
+  Heterogeneity found{.num_compared = static_cast<int>(differences.size())};
+  if (found.num_compared >= 2) found.p_value = SamenessPValue(differences, tau_squared);
+  return found;
 }
 
 Verdict JudgeGuardrail(const Comparison& comparison, Better better, double margin) {

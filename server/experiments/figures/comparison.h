@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "absl/types/span.h"
 #include "server/experiments/figures/confidence_sequence.h"
 #include "server/experiments/figures/metric_tally.h"
 
@@ -47,6 +48,21 @@ inline constexpr int64_t kLeastExactUnits = 10;
 // them. Guardrails keep alpha each: one that alarms by mistake stops one experiment.
 double AlphaPerArm(double alpha, int num_arms);
 
+// How alpha is shared among what is said of subgroups (Bonferroni): the chance that any interval of
+// any arm in any subgroup is ever wrong is alpha; and so is, apart from that, the chance that
+// differences are ever said to differ between subgroups where they do not.
+struct SubgroupCounts {
+  int arms = 2;       // the control among them
+  int divisions = 1;  // ways to put units into classes
+  int classes = 2;    // of all divisions together
+};
+struct SubgroupAlphas {
+  double interval = 0;       // of one arm in one subgroup
+  double heterogeneity = 0;  // of one arm in one division
+};
+// Precondition: two arms, a division and two classes at least.
+SubgroupAlphas AlphaPerSubgroup(double alpha, const SubgroupCounts& counts);
+
 // What intervals rest on.
 enum class Basis {
   kTooEarly,    // nothing is said: intervals are unbounded, p-values 1
@@ -89,6 +105,8 @@ struct Comparison {
   ArmEstimate control, treatment;    // how much there is, and not adjusted
   std::optional<double> difference;  // adjusted; absent while an arm has no observations
   Interval interval;                 // of the difference
+  // Of asymptotic comparisons: of the difference, and tau^2 of its sequence.
+  double variance = 0, tau_squared = 0;
   // Always valid, as of this look; a later look may have a greater one. Below alpha exactly where
   // the interval leaves out 0.
   double p_value = 1;
@@ -108,6 +126,16 @@ struct Comparison {
 // Preconditions: both arms exist and differ.
 Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
                    const AnalysisOptions& options);
+
+// Whether the difference is the same in all of these comparisons of one pair of arms, in subgroups
+// that share no unit. Those that are not asymptotic say nothing yet.
+struct Heterogeneity {
+  int num_compared = 0;  // below two nothing is said
+  double p_value = 1;    // SamenessPValue
+};
+// tau_squared: of the comparison of all units; 0 as long as that says nothing, and then nor does
+// this.
+Heterogeneity CompareSubgroups(absl::Span<const Comparison> subgroups, double tau_squared);
 
 enum class Better { kHigher, kLower };
 

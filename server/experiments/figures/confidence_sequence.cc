@@ -20,6 +20,29 @@ double LogBeta(double a, double b) {
   return boost::math::lgamma(a) + boost::math::lgamma(b) - boost::math::lgamma(a + b);
 }
 
+// How estimates whose variances are all greater by `more` scatter.
+struct Scatter {
+  double cochran_q = 0;
+  double log_determinant = 0;  // of the variances of their differences, but for a constant
+};
+
+Scatter ScatterOf(absl::Span<const Estimated> estimates, double more) {
+  Scatter scatter;
+  double weights = 0, mean = 0;
+  for (const Estimated& estimate : estimates) {
+    const double weight = 1 / (estimate.variance + more);
+    weights += weight;
+    mean += weight * (estimate.value - mean) / weights;
+    scatter.log_determinant -= std::log(weight);
+  }
+  scatter.log_determinant += std::log(weights);
+  for (const Estimated& estimate : estimates) {
+    const double away = estimate.value - mean;
+    scatter.cochran_q += away * away / (estimate.variance + more);
+  }
+  return scatter;
+}
+
 // count * log(share), where nothing of nothing is nothing.
 double LogPower(double share, double count) { return count > 0 ? count * std::log(share) : 0; }
 
@@ -53,6 +76,15 @@ double MixturePValue(double squared_errors, double spread) {
 double TightestSpread(double alpha) {
   Require(alpha > 0 && alpha < 1, "alpha is a chance");
   return -boost::math::lambert_wm1(-alpha * alpha * std::exp(-1.)) - 1;
+}
+
+double SamenessPValue(absl::Span<const Estimated> estimates, double tau_squared) {
+  Require(tau_squared > 0, "no mixture");
+  if (estimates.size() < 2) return 1;
+  const Scatter seen = ScatterOf(estimates, 0), mixed = ScatterOf(estimates, tau_squared);
+  const double evidence =
+      seen.cochran_q - mixed.cochran_q + seen.log_determinant - mixed.log_determinant;
+  return std::min(1., std::exp(-evidence / 2));
 }
 
 ProportionEvidence::ProportionEvidence(double ones, double trials)

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "absl/types/span.h"
+
 // Intervals and p-values that hold at all looks together: with a chance of 1 - alpha the interval
 // holds the truth at every look, however many there are and whoever decides when to stop. alpha is
 // in (0, 1) everywhere.
@@ -33,6 +35,19 @@ double MixturePValue(double squared_errors, double spread);
 // sqrt(TightestSpread(alpha) * variance) for the sequence to be tightest when the estimate has this
 // variance. Waudby-Smith et al. 2021, appendix on the choice of rho.
 double TightestSpread(double alpha);
+
+// An estimate of its own data, about normal with this variance, > 0.
+struct Estimated {
+  double value = 0, variance = 0;
+};
+
+// Of several independent estimates: the least alpha at which it is left out that they are all of
+// one value, whatever it is. Always valid, at most 1; 1 for fewer than two. The normal mixture of
+// MixturePValue over all directions in which they may differ, each with tau^2: with Cochran's Q(v)
+// = sum (value - mean)^2 / v about the mean weighed by 1 / v, the evidence is (Q(variance) -
+// Q(variance + tau^2)) / 2, less half of the logarithm of a ratio of determinants. tau as of
+// MixtureBound. Precondition: tau_squared > 0.
+double SamenessPValue(absl::Span<const Estimated> estimates, double tau_squared);
 
 // Of the share of ones among independent trials of 0 or 1, or of values between: exact at every
 // number of trials. The mixture of binomials over Jeffreys' prior: Robbins 1970, "Statistical

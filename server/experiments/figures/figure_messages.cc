@@ -51,6 +51,12 @@ v1::GuardrailReport::Verdict ToProto(Verdict verdict) {
   return v1::GuardrailReport::VERDICT_UNSPECIFIED;
 }
 
+v1::Heterogeneity::Verdict VerdictOf(const Heterogeneity& found, double alpha) {
+  if (found.num_compared < 2) return v1::Heterogeneity::VERDICT_TOO_EARLY;
+  return found.p_value < alpha ? v1::Heterogeneity::VERDICT_DIFFERS
+                               : v1::Heterogeneity::VERDICT_UNDECIDED;
+}
+
 v1::Effect EffectOf(const std::string& arm, const Comparison& comparison,
                     const v1::Metric& metric) {
   v1::Effect effect;

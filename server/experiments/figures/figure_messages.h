@@ -12,6 +12,7 @@ namespace epikv {
 v1::Interval ToProto(const Interval& interval);
 v1::Basis ToProto(Basis basis);
 v1::GuardrailReport::Verdict ToProto(Verdict verdict);
+v1::Heterogeneity::Verdict VerdictOf(const Heterogeneity& found, double alpha);
 v1::Effect EffectOf(const std::string& arm, const Comparison& comparison, const v1::Metric& metric);
 
 }  // namespace epikv

@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "epikv/v1/experiment.pb.h"
 #include "server/base/durations.h"
+#include "server/experiments/definition/subgroups.h"
 #include "server/experiments/definition/windows.h"
 #include "server/experiments/figures/arms.h"
 #include "server/experiments/figures/sample_ratio.h"
@@ -19,11 +20,16 @@ namespace epikv {
 // Who took part, whatever the metric.
 class Parties {
  public:
-  Parties(const v1::Experiment& experiment, const Arms& arms)
+  Parties(const v1::Experiment& experiment, const Arms& arms, const Subgroups& subgroups)
       : experiment_(experiment),
         arms_(arms),
+        subgroups_(subgroups),
         windows_(WindowsOf(experiment)),
-        counts_(arms.size()) {}
+        counts_(arms.size()) {
+    for (const Division& division : subgroups.divisions()) {
+      class_units_.emplace_back(division.names.size(), std::vector<int64_t>(arms.size()));
+    }
+  }
 
   // Whose a request is, if it is analysed.
   std::optional<Owner> Add(const RequestRow& row) {
@@ -48,7 +54,7 @@ class Parties {
       ++crossed_;
       return std::nullopt;
     }
-    if (fresh) known = units_.emplace(unit, Unit{.arm = *arm}).first;
+    if (fresh) known = units_.emplace(unit, FirstOf(row, *arm)).first;
     Count& count = counts_[*arm];
     count.requests += 1;
     count.units += fresh ? 1 : 0;
@@ -59,7 +65,7 @@ class Parties {
       count.exposed_units += known->second.exposed ? 0 : 1;
       known->second.exposed = true;
     }
-    return Owner{.arm = *arm, .unit = unit};
+    return OwnerOf(unit, known->second);
   }
   void AddPoint(absl::Time time) {
     for (Count& count : counts_) {
@@ -92,12 +98,15 @@ class Parties {
       arm.set_lost_requests(static_cast<uint64_t>(count.lost));
       arm.mutable_points()->Add(count.points.begin(), count.points.end());
     }
+    ReportSubgroups(report);
   }
 
  private:
+  // There may be millions.
   struct Unit {
-    size_t arm = 0;
+    uint8_t arm = 0;
     bool exposed = false;
+    Classes classes = {};
   };
   struct Count {
     int64_t requests = 0, units = 0, exposed_requests = 0, exposed_units = 0, running = 0, lost = 0;
@@ -107,26 +116,54 @@ class Parties {
   std::optional<size_t> FirstArm(uint64_t unit, size_t seen) const {
     return windows_.has_value() ? arms_.OfWindow(static_cast<int64_t>(unit)) : seen;
   }
+  // Its first request is known, and counted in its classes.
+  Unit FirstOf(const RequestRow& row, size_t arm) {
+    const Unit unit = {.arm = static_cast<uint8_t>(arm),
+                       .classes = subgroups_.ClassesOf(
+                           {.prompt_tokens = row.prompt_tokens, .label = row.subgroup})};
+    for (size_t i = 0; i < class_units_.size(); ++i) ++class_units_[i][unit.classes[i]][arm];
+    return unit;
+  }
+  static Owner OwnerOf(uint64_t id, const Unit& unit) {
+    return {.arm = unit.arm, .unit = id, .classes = unit.classes};
+  }
   v1::SampleRatio Ratio(int64_t Count::*counted) const {
     std::vector<int64_t> units;
+    for (const Count& count : counts_) units.push_back(count.*counted);
+    return Ratio(units, 1);
+  }
+  // of: how many there are to be looked at.
+  v1::SampleRatio Ratio(const std::vector<int64_t>& units, size_t of) const {
     std::vector<double> weights;
-    for (size_t i = 0; i < arms_.size(); ++i) {
-      units.push_back(counts_[i].*counted);
-      weights.push_back(arms_.at(i).weight_permille());
-    }
+    for (size_t i = 0; i < arms_.size(); ++i) weights.push_back(arms_.at(i).weight_permille());
     const SampleRatio ratio = CheckSampleRatio(units, weights);
     v1::SampleRatio proto;
     proto.set_statistic(ratio.statistic);
     proto.set_p_value(ratio.p_value);
-    proto.set_alarm(ratio.alarm());
+    proto.set_alarm(ratio.p_value < kSampleRatioAlarm / static_cast<double>(of));
     return proto;
+  }
+  void ReportSubgroups(v1::ExperimentReport& report) const {
+    for (size_t i = 0; i < class_units_.size(); ++i) {
+      const Division& division = subgroups_.divisions()[i];
+      v1::SubgroupAnalysis& analysis = *report.add_subgroups();
+      analysis.set_by(division.by);
+      analysis.set_by_label(division.by_label);
+      for (size_t place = 0; place < division.names.size(); ++place) {
+        v1::Subgroup& subgroup = *analysis.add_subgroups();
+        subgroup.set_name(division.names[place]);
+        *subgroup.mutable_sample_ratio() = Ratio(class_units_[i][place], subgroups_.num_classes());
+      }
+    }
   }
 
   const v1::Experiment& experiment_;
   const Arms& arms_;
+  const Subgroups& subgroups_;
   const std::optional<Windows> windows_;
   std::vector<Count> counts_;
   absl::flat_hash_map<uint64_t, Unit> units_;
+  std::vector<std::vector<std::vector<int64_t>>> class_units_;  // by division, class and arm
   int64_t forced_ = 0, other_version_ = 0, washed_out_ = 0, crossed_ = 0;
 };
 

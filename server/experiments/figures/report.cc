@@ -15,6 +15,7 @@
 #include "runtime/base/steady_time.h"
 #include "server/base/durations.h"
 #include "server/experiments/definition/definition.h"
+#include "server/experiments/definition/subgroups.h"
 #include "server/experiments/definition/windows.h"
 #include "server/experiments/figures/arms.h"
 #include "server/experiments/figures/comparison.h"
@@ -23,6 +24,7 @@
 #include "server/experiments/figures/measures.h"
 #include "server/experiments/figures/metric_part.h"
 #include "server/experiments/figures/parties.h"
+#include "server/experiments/figures/subgroup_part.h"
 #include "server/experiments/figures/throughput.h"
 
 namespace epikv {
@@ -74,6 +76,7 @@ class ReportMaker {
         now_(now),
         lost_before_(std::min(now, SteadyNow()) - options.lost_after),
         arms_(experiment),
+        subgroups_(options.guardrails_only ? Subgroups() : Subgroups(experiment)),
         windows_(WindowsOf(experiment)),
         timeline_(experiment, options.points, now),
         measures_(MeasuresOf(experiment, options.guardrails_only)) {
@@ -84,8 +87,9 @@ class ReportMaker {
   absl::StatusOr<v1::ExperimentReport> Make() {
     if (absl::Status status = ReadParties(); !status.ok()) return status;
     report_.set_blocked(Blocked(report_));
-    // Two populations, and the coverage.
-    const int64_t bytes = std::max<int64_t>(1, units_) * kBytesPerUnit * 3;
+    // Two populations, the coverage, and one more in each division.
+    const int64_t tallies = 3 + static_cast<int64_t>(subgroups_.divisions().size());
+    const int64_t bytes = std::max<int64_t>(1, units_) * kBytesPerUnit * tallies;
     const auto at_once = static_cast<size_t>(std::max<int64_t>(1, options_.memory_bytes / bytes));
     for (size_t first = 0; first < measures_.size(); first += at_once) {
       const size_t last = std::min(measures_.size(), first + at_once);
@@ -124,7 +128,7 @@ class ReportMaker {
     return absl::OkStatus();
   }
   absl::Status ReadParties() {
-    Parties parties(experiment_, arms_);
+    Parties parties(experiment_, arms_, subgroups_);
     absl::Status status = ReadAlong([&](const RequestRow& row) { parties.Add(row); },
                                     [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
@@ -135,10 +139,14 @@ class ReportMaker {
     return status;
   }
   absl::Status ReadMetrics(size_t first, size_t last) {
-    Parties parties(experiment_, arms_);
+    Parties parties(experiment_, arms_, subgroups_);
     std::vector<std::unique_ptr<MetricPart>> parts;
     for (size_t i = first; i < last; ++i) {
       parts.push_back(std::make_unique<MetricPart>(arms_, measures_[i], AlphaOf(measures_[i])));
+    }
+    std::optional<SubgroupPart> subgroups;
+    if (measures_[first].primary) {  // the first of all
+      subgroups.emplace(experiment_, arms_, subgroups_, measures_[first]);
     }
     std::optional<Throughput> throughput;
     if (windows_.has_value()) {
@@ -150,6 +158,7 @@ class ReportMaker {
           if (!owner.has_value()) return;
           if (throughput.has_value()) throughput->Add(row);
           for (const auto& part : parts) part->Add(*owner, row);
+          if (subgroups.has_value()) subgroups->Add(*owner, row);
         },
         [&](absl::Time time) {
           if (throughput.has_value()) AddWindows(throughput->Take(time), parts);
@@ -157,6 +166,7 @@ class ReportMaker {
         });
     if (!status.ok()) return status;
     for (const auto& part : parts) AddMetric(*part);
+    if (subgroups.has_value()) subgroups->Report(parts.front()->all(), report_);
     return absl::OkStatus();
   }
   void AddWindows(const std::vector<WindowOutput>& windows,
@@ -238,6 +248,16 @@ class ReportMaker {
                           "trust the figures of exposed %1$s",
                           Units(experiment_)));
     }
+    for (const v1::SubgroupAnalysis& analysis : report_.subgroups()) {
+      for (const v1::Subgroup& subgroup : analysis.subgroups()) {
+        if (!subgroup.sample_ratio().alarm()) continue;
+        report_.add_notes(
+            absl::StrFormat("units of the subgroup '%s' of %s are not split as the weights say (p "
+                            "= %.2g): an arm has "
+                            "had a hand in who is in it",
+                            subgroup.name(), analysis.by(), subgroup.sample_ratio().p_value()));
+      }
+    }
     if (report_.crossed_requests() > 0) {
       report_.add_notes(absl::StrCat(
           report_.crossed_requests(),
@@ -269,6 +289,7 @@ class ReportMaker {
   const absl::Time now_;
   const absl::Time lost_before_;
   const Arms arms_;
+  const Subgroups subgroups_;
   const std::optional<Windows> windows_;
   const Timeline timeline_;
   const std::vector<Measure> measures_;

@@ -11,7 +11,7 @@ constexpr int64_t kPageRequests = 1000;
 
 // A row an outcome, and one for a request that has none.
 constexpr absl::string_view kSelectPage =
-    "SELECT p.request, p.began_us, p.bucket_version, p.arm, p.forced, p.exposed, "
+    "SELECT p.request, p.began_us, p.bucket_version, p.arm, p.forced, p.exposed, p.subgroup, "
     "r.unit, r.unit_is_request, r.model, r.prompt_tokens, r.max_output_tokens, r.covariate, "
     "e.ended_us, e.code, e.reason, e.finish_reason, e.request_seconds, e.output_tokens, "
     "e.kv_peak_tokens, e.kv_evicted_tokens, e.queue_seconds, e.ttft_seconds, "
@@ -22,7 +22,7 @@ constexpr absl::string_view kSelectPage =
     "JOIN requests r ON r.id = p.request LEFT JOIN ends e ON e.request = p.request "
     "LEFT JOIN shadows s ON s.request = p.request LEFT JOIN outcomes o ON o.request = p.request "
     "ORDER BY p.began_us, p.request, o.metric, o.outcome_key";
-constexpr size_t kRequestColumns = 12;
+constexpr size_t kRequestColumns = 13;
 constexpr size_t kEndColumns = 11;
 constexpr size_t kShadowColumns = 3;
 
@@ -78,6 +78,7 @@ RequestRow RequestOf(const SqlRow& row) {
   request.arm = columns.Text();
   request.forced = columns.Flag();
   request.exposed = columns.Flag();
+  request.subgroup = columns.Text();
   request.unit = static_cast<uint64_t>(columns.Int());
   request.unit_is_request = columns.Flag();
   request.model = columns.Text();

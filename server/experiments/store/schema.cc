@@ -54,6 +54,11 @@ constexpr absl::string_view kVersion2[] = {
     "kl_nats DOUBLE PRECISION NOT NULL)",
 };
 
+// The value of a label that the experiment's subgroups name.
+constexpr absl::string_view kVersion3[] = {
+    "ALTER TABLE participations ADD COLUMN subgroup TEXT NOT NULL DEFAULT ''",
+};
+
 absl::Status NotOurs(absl::string_view why) {
   return absl::FailedPreconditionError(
       absl::StrCat("this database is not an experiment store of epikv (", why,
@@ -111,7 +116,8 @@ absl::Status Step(SqlSession& session, absl::Span<const Migration> migrations) {
 absl::Span<const Migration> Migrations() {
   static const std::vector<Migration> all = {
       {.statements = {std::begin(kVersion1), std::end(kVersion1)}},
-      {.statements = {std::begin(kVersion2), std::end(kVersion2)}}};
+      {.statements = {std::begin(kVersion2), std::end(kVersion2)}},
+      {.statements = {std::begin(kVersion3), std::end(kVersion3)}}};
   return all;
 }
 

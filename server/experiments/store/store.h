@@ -101,6 +101,7 @@ struct RequestRow {
   std::string arm;
   bool forced = false;
   bool exposed = false;
+  std::string subgroup;  // RequestBegan.Part.subgroup
   std::optional<EndRow> end;
   bool lost = false;  // no end came, and none will: said by who reads it, not by the store
   std::optional<ShadowRow> shadow;

@@ -21,7 +21,7 @@ constexpr absl::string_view kInsertRequest =
     "prompt_tokens, max_output_tokens, covariate) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)";
 constexpr absl::string_view kInsertPart =
     "INSERT INTO participations (experiment, began_us, request, bucket_version, arm, forced, "
-    "exposed) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
+    "exposed, subgroup) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT DO NOTHING";
 constexpr absl::string_view kInsertEnd =
     "INSERT INTO ends (request, ended_us, code, reason, finish_reason, request_seconds, "
     "output_tokens, kv_peak_tokens, kv_evicted_tokens, queue_seconds, ttft_seconds, "
@@ -106,7 +106,8 @@ class WriteBatch {
          int64_t{began.max_output_tokens()}, Number(began.has_covariate(), began.covariate())});
     for (const v1::RequestBegan::Part& part : began.parts()) {
       new_parts_.push_back({part.experiment(), began_us, began.id(), int64_t{part.bucket_version()},
-                            part.arm(), Flag(part.forced()), Flag(part.exposed())});
+                            part.arm(), Flag(part.forced()), Flag(part.exposed()),
+                            part.subgroup()});
     }
     outcomes_.Began(began);
     return Recorded::kWritten;

@@ -73,6 +73,20 @@ def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in ("all", "exposed"):
             path = f"metric/{metric.metric.name}/{name}"
             yield from expected_of_analysis(path, getattr(metric, name), metric.confounded)
+    for by in of.subgroups:
+        for subgroup in by.subgroups:
+            path = f"subgroup/{by.by}/{subgroup.name}"
+            yield f"{path}/p_value", {"value": subgroup.sample_ratio.p_value}
+            if subgroup.sample_ratio.alarm:
+                yield f"{path}/alarm", {"value": "alarm"}
+            for figure, attributes in expected_of_analysis(path, subgroup.analysis, False):
+                if figure.removeprefix(f"{path}/").partition("/")[2] in SUBGROUP_FIGURES:
+                    yield figure, attributes
+        for found in by.heterogeneity:
+            path = f"heterogeneity/{by.by}/{found.arm}"
+            yield f"{path}/p_value", {"value": found.p_value}
+            words = ("", "too early", "not seen to differ", "not the same")
+            yield f"{path}/verdict", {"value": words[found.verdict]}
     for guardrail in of.guardrails:
         path = f"guardrail/{guardrail.guardrail.metric}/{guardrail.arm}"
         words = ("", "too early", "undecided", "safe", "breached")
@@ -80,6 +94,17 @@ def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}/verdict", {"value": words[guardrail.verdict]}
         yield f"{path}/difference", {"value": guardrail.difference}
         yield f"{path}/interval", bounds(guardrail.interval)
+
+
+# Of subgroups neither lifts nor p-values of their own are told.
+SUBGROUP_FIGURES = (
+    "units",
+    "mean",
+    "interval",
+    "difference",
+    "difference/interval",
+    "verdict",
+)
 
 
 def expected_of_analysis(

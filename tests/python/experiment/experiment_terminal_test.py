@@ -60,6 +60,14 @@ def test_each_report_says_what_is_special_about_it(told: Callable[[str], str]) -
             "- right: arms differ in attrition",
         ],
         "three_arms": ["97.5 % interval", "sliding-half is worse than full", "epikv-half 30.0 %"],
+        "subgroups": [
+            "What lean does to right is not the same in all subgroups by tokens of the prompt"
+            " (p < 0.0001).",
+            "right, everyone, by tokens of the prompt; 95 % intervals of all subgroups together",
+            "lean less full, between these subgroups (p < 0.0001, at every look): not the same",
+            "lean less full, between these subgroups (p 0.8, at every look): not seen to differ",
+            "paid (units by arm: ALARM",
+        ],
         "unexposed": ["Nobody was exposed", "exposed no data yet"],
         "unbounded": ["-8 points or more", "no bound yet", "+10.6 % or less"],
         "lift_outside": ["below -460 % or above +190 %"],
@@ -72,6 +80,23 @@ def test_each_report_says_what_is_special_about_it(told: Callable[[str], str]) -
         text = squeezed(told(kind))
         for each in texts:
             assert each in text, (kind, each)
+
+
+def test_a_definition_says_which_classes_there_are() -> None:
+    assert reading.subgroups_of(report("subgroups").experiment) == (
+        "prompts cut at 256, 1024 tokens; label tier: free, paid, other"
+    )
+    assert reading.subgroups_of(report("clear").experiment) == ""
+
+
+def test_a_subgroup_has_no_verdict_where_an_arm_has_had_a_hand_in_it(
+    told: Callable[[str], str],
+) -> None:
+    made = report("subgroups").subgroups[1].subgroups[1]
+    assert made.name == "paid" and made.sample_ratio.alarm and not made.analysis.effects
+    paid, _, other = squeezed(told("subgroups")).partition("paid (units")[2].partition(" other ")
+    assert "withheld" in paid and "undecided" not in paid
+    assert "too early" in other.partition("lean less full")[0]
 
 
 def test_a_guardrail_is_told_at_its_own_level(told: Callable[[str], str]) -> None:

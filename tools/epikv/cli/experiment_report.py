@@ -129,6 +129,7 @@ def tell(report: ExperimentReport) -> None:
         for effect in () if metric.confounded else metric.all.effects:
             of = f"{effect.arm}, everyone, " if len(metric.all.effects) > 1 else "Everyone, "
             _say(f"{of}{reading.p_value(effect)}.", indent=2)
+        _subgroups(report, metric)
     for metric in (*groups.declared, *groups.shadow):
         _metric(report, metric, metric.metric.name)
     if groups.measured:
@@ -226,14 +227,57 @@ def _metric(report: ExperimentReport, metric: MetricReport, title: str) -> None:
             table.add_row(
                 Text(f"  {_arm_name(row.arm, row.is_control)}"),
                 figures.count(row.value.units),
-                f"{how.value(row.value.mean)}\n{how.interval(row.value.interval)}",
-                f"{how.difference(effect.difference)}\n{how.difference_interval(effect.interval)}"
-                if effect
-                else "",
+                _with_interval(how.value(row.value.mean), how.interval(row.value.interval)),
+                _difference(effect, how),
                 f"{figures.lift(effect)}\n{figures.lift_interval(effect)}" if effect else "",
                 _verdict(reading.row_verdict(report, metric, row)),
             )
     _out.print(table)
+
+
+def _subgroups(report: ExperimentReport, metric: MetricReport) -> None:
+    how = figures.scale(metric)
+    for analysis in report.subgroups:
+        level = f"{figures.level(analysis.alpha)} intervals of all subgroups together"
+        _title(f"{metric.metric.name}, everyone, by {reading.plain(reading.by(analysis))}; {level}")
+        table = _table("", "units", "mean", "arm - control", "verdict")
+        for subgroup in analysis.subgroups:
+            uneven = subgroup.sample_ratio.alarm
+            ratio = f" (units by arm: {reading.sample_ratio(subgroup.sample_ratio)})"
+            table.add_row(
+                Text(f"{reading.plain(subgroup.name)}{ratio if uneven else ''}", style="bold")
+            )
+            for row in reading.rows(report, subgroup.analysis):
+                if not row.value.observations:
+                    continue
+                effect = row.effect if row.effect and row.effect.HasField("difference") else None
+                table.add_row(
+                    Text(f"  {_arm_name(row.arm, row.is_control)}"),
+                    figures.count(row.value.units),
+                    _with_interval(how.value(row.value.mean), how.interval(row.value.interval)),
+                    _difference(effect, how),
+                    _verdict(reading.subgroup_verdict(report, metric, subgroup, row)),
+                )
+        _out.print(table)
+        for found in analysis.heterogeneity:
+            told = reading.heterogeneity_verdict(found)
+            told = reading.NO_CAUSE if metric.confounded else told
+            said = f"{reading.heterogeneity(report, found)}: {told.word}"
+            _say(said, indent=2, style=_STYLES[told.tone])
+    if report.subgroups:
+        _say(reading.SUBGROUPS, indent=2)
+
+
+def _difference(effect: Effect | None, how: figures.Scale) -> str:
+    if effect is None:
+        return ""
+    return _with_interval(
+        how.difference(effect.difference), how.difference_interval(effect.interval)
+    )
+
+
+def _with_interval(figure: str, interval: str) -> str:
+    return f"{figure}\n{interval}"
 
 
 def _compact(report: ExperimentReport, metrics: Sequence[MetricReport]) -> None:
@@ -253,9 +297,7 @@ def _compact(report: ExperimentReport, metrics: Sequence[MetricReport]) -> None:
                 *([row.arm] if several else []),
                 _mean(row, how),
                 _mean(control, how),
-                f"{how.difference(effect.difference)}\n{how.difference_interval(effect.interval)}"
-                if effect
-                else "",
+                _difference(effect, how),
                 _verdict(reading.row_verdict(report, metric, row)),
             )
     _out.print(table)

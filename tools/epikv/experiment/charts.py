@@ -1,7 +1,7 @@
 """A report's plots as SVG, in colours that the page's style sheet gives to their classes."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil, floor, inf, isfinite, log10, sqrt
@@ -9,7 +9,14 @@ from math import ceil, floor, inf, isfinite, log10, sqrt
 from epikv.experiment import figures
 from epikv.experiment.figures import Scale
 from epikv.experiment.markup import Html, element
-from epikv.v1.experiment_pb2 import ArmPoint, ArmReport, Distribution, EffectPoint, Interval
+from epikv.v1.experiment_pb2 import (
+    ArmPoint,
+    ArmReport,
+    Distribution,
+    Effect,
+    EffectPoint,
+    Interval,
+)
 
 Range = tuple[float, float]
 
@@ -159,21 +166,53 @@ def guardrail(
     furthest = max((abs(b) for b in (low, high) if b is not None), default=0)
     reach = min(max(2.2 * unit, 1.1 * furthest), 6 * unit)
     frame = _Frame((-reach, reach), (0, 1), 30, 4, 4, 1, 1, width=240)
-    left, right, zero, limit = (frame.at_x(v) for v in (-reach, reach, 0, margin))
-    middle = frame.height / 2
+    right, zero, limit = (frame.at_x(v) for v in (reach, 0, margin))
     drawn = [
         element("rect", x=_n(limit), y=1, width=_n(right - limit), height=28, class_="beyond"),
         element("line", x1=_n(zero), x2=_n(zero), y1=1, y2=29, class_="zero"),
         element("line", x1=_n(limit), x2=_n(limit), y1=1, y2=29, class_="margin"),
+        *_whisker(frame, reach, difference, low, high),
     ]
+    return _svg(name, frame, below=drawn)
+
+
+def interval(name: str, difference: float, around: Interval, reach: float) -> Html:
+    """A difference from 0, which is in the middle of [-reach, reach]."""
+    frame = _Frame((-reach, reach), (0, 1), 30, 4, 4, 1, 1, width=240)
+    zero = frame.at_x(0)
+    drawn = [
+        element("line", x1=_n(zero), x2=_n(zero), y1=1, y2=29, class_="zero"),
+        *_whisker(frame, reach, difference, *bounds(around)),
+    ]
+    return _svg(name, frame, below=drawn)
+
+
+def reach(effects: Iterable[Effect]) -> float:
+    """Of `interval`, so that most fit; of nothing 1."""
+    furthest = [
+        max(
+            abs(bound)
+            for bound in (*bounds(effect.interval), effect.difference)
+            if bound is not None
+        )
+        for effect in effects
+        if effect.HasField("difference") and None not in bounds(effect.interval)
+    ]
+    return 1.05 * min(max(furthest, default=0), 6 * min(furthest, default=0)) or 1.0
+
+
+def _whisker(
+    frame: _Frame, reach: float, difference: float, low: float | None, high: float | None
+) -> list[Html]:
+    left, right, middle = frame.at_x(-reach), frame.at_x(reach), frame.height / 2
+    drawn = []
     if low is not None or high is not None:
         begin = left if low is None else min(max(frame.at_x(low), left), right)
         end = right if high is None else min(max(frame.at_x(high), left), right)
         drawn.append(
             element("line", x1=_n(begin), x2=_n(end), y1=middle, y2=middle, class_="whisker")
         )
-    drawn.append(_dot(min(max(frame.at_x(difference), left), right), middle, "dot"))
-    return _svg(name, frame, below=drawn)
+    return [*drawn, _dot(min(max(frame.at_x(difference), left), right), middle, "dot")]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,16 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             " their own.",
         ),
         (
+            "Subgroups",
+            "Of ten subgroups one often looks special by chance, and a small one more than a large"
+            " one. Therefore classes are fixed before the start, their intervals share one chance of"
+            f" {wrong} of ever being wrong, and a verdict is given where it holds even so. That an"
+            " arm is better in one subgroup and undecided in another mostly means that there are"
+            " fewer units in the other. Whether the difference differs is a test of its own, with"
+            f" a chance of {wrong} of its own to find what is not there; it needs far more units than"
+            " the difference itself.",
+        ),
+        (
             "Everyone and the exposed",
             "Everyone: all units by the arm they were dealt, whatever became of them (intention to"
             " treat). It tells what switching would do to the whole of your traffic. The exposed"

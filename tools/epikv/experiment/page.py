@@ -23,6 +23,8 @@ from epikv.v1.experiment_pb2 import (
     GuardrailReport,
     Interval,
     MetricReport,
+    Subgroup,
+    SubgroupAnalysis,
 )
 
 # Nothing is loaded and nothing runs, whatever texts the page holds.
@@ -61,6 +63,9 @@ def _sections(report: ExperimentReport) -> Iterator[Section]:
     for metric in groups.primary:
         title = f"Primary metric: {metric.metric.name}"
         yield _section("primary", title, *_metric(report, metric, heading=False))
+        if report.subgroups:
+            title = f"{metric.metric.name} by subgroups"
+            yield _section("subgroups", title, *_subgroups(report, metric))
     if report.guardrails:
         yield _section("guardrails", "Guardrails", *_guardrails(report))
     yield _section("arms", "Arms and exposure", *_arms(report))
@@ -293,6 +298,80 @@ def _metric(report: ExperimentReport, metric: MetricReport, heading: bool = True
     yield _effect_plots(report, metric, how)
 
 
+def _subgroups(report: ExperimentReport, metric: MetricReport) -> Iterator[Html]:
+    how = figures.scale(metric)
+    yield element("p", reading.SUBGROUPS, class_="soft")
+    if metric.confounded:
+        yield element("div", element("p", reading.CONFOUNDED), class_="box open")
+    for analysis in report.subgroups:
+        by, level = reading.by(analysis), figures.level(analysis.alpha)
+        yield element("h3", "By ", _people(by), f", {level} intervals of all together")
+        yield _subgroup_table(report, metric, how, analysis)
+        for found in analysis.heterogeneity:
+            path = f"heterogeneity/{analysis.by}/{found.arm}"
+            told = reading.heterogeneity_verdict(found)
+            told = reading.NO_CAUSE if metric.confounded else told
+            said = _span(f"{path}/p_value", found.p_value, reading.heterogeneity(report, found))
+            yield element("p", said, ": ", _chip(f"{path}/verdict", told))
+
+
+def _subgroup_table(
+    report: ExperimentReport, metric: MetricReport, how: Scale, analysis: SubgroupAnalysis
+) -> Html:
+    reach = charts.reach(e for each in analysis.subgroups for e in each.analysis.effects)
+    rows = []
+    for subgroup in analysis.subgroups:
+        path = f"subgroup/{analysis.by}/{subgroup.name}"
+        check = subgroup.sample_ratio
+        p = _span(f"{path}/p_value", check.p_value, f"p {figures.probability(check.p_value)}")
+        ratio = element("small", " units by arm: ", p)
+        chip = [" ", _chip(f"{path}/alarm", Verdict("alarm", "bad"))] if check.alarm else []
+        title = [_people(subgroup.name), ratio, *chip]
+        rows.append([element("th", *title, colspan=6, class_="group", scope="colgroup")])
+        for row in reading.rows(report, subgroup.analysis):
+            rows.append(_subgroup_row(report, metric, how, subgroup, row, path, reach))
+    return _table(
+        "arm",
+        "units",
+        "mean",
+        "arm \u2212 control",
+        _text_column("lower \u2190 0 \u2192 higher"),
+        _text_column("verdict"),
+        rows=rows,
+        look="wide stack effects",
+    )
+
+
+def _subgroup_row(
+    report: ExperimentReport,
+    metric: MetricReport,
+    how: Scale,
+    subgroup: Subgroup,
+    row: Row,
+    path: str,
+    reach: float,
+) -> list[Html]:
+    path, effect = f"{path}/{row.arm}", row.effect
+    cells = [_arm(report, row.arm), _count(f"{path}/units", row.value.units)]
+    cells.append(_mean(path, row, how))
+    told = reading.subgroup_verdict(report, metric, subgroup, row)
+    if effect is None:
+        chip = element("span", told.word, class_=f"chip {told.tone}") if told else ""
+        return [*cells, _empty(), _empty(), element("td", chip, class_="text")]
+    chip = element("td", _chip(f"{path}/verdict", told), class_="text")
+    if not effect.HasField("difference"):
+        return [*cells, element("td", "no data yet"), _empty(), chip]
+    difference = how.difference(effect.difference)
+    title = f"{subgroup.name}, {row.arm}: {difference}"
+    picture = charts.interval(title, effect.difference, effect.interval, reach)
+    return [
+        *cells,
+        _difference(path, effect, how),
+        element("td", picture, class_="guard"),
+        chip,
+    ]
+
+
 def _effects(
     report: ExperimentReport, metrics: Sequence[tuple[MetricReport, Scale]], *, with_names: bool
 ) -> Html:
@@ -335,24 +414,13 @@ def _effect_row(
             element("small", _span(f"{path}/coverage", value.coverage, of)),
         ),
     ]
-    if value.HasField("mean"):
-        mean = _span(f"{path}/mean", value.mean, how.value(value.mean))
-        cells.append(element("td", mean, _interval(path, value.interval, how.interval)))
-    else:
-        cells.append(element("td", "no data yet"))
+    cells.append(_mean(path, row, how))
     told = reading.row_verdict(report, metric, row)
     if effect is None:
         chip = element("span", told.word, class_=f"chip {told.tone}") if told else ""
         return [*cells, _empty(), _empty(), element("td", chip, class_="text"), _empty()]
     if effect.HasField("difference"):
-        difference = how.difference(effect.difference)
-        cells.append(
-            element(
-                "td",
-                _span(f"{path}/difference", effect.difference, difference),
-                _interval(f"{path}/difference", effect.interval, how.difference_interval),
-            )
-        )
+        cells.append(_difference(path, effect, how))
     else:
         cells.append(element("td", "no data yet"))
     cells.append(_lift(path, effect))
@@ -364,6 +432,22 @@ def _effect_row(
     cells.append(element("td", chip, "" if basis == "too_early" else more, class_="text"))
     cells.append(_cell(f"{path}/p_value", effect.p_value, figures.probability(effect.p_value)))
     return cells
+
+
+def _mean(path: str, row: Row, how: Scale) -> Html:
+    value = row.value
+    if not value.HasField("mean"):
+        return element("td", "no data yet")
+    mean = _span(f"{path}/mean", value.mean, how.value(value.mean))
+    return element("td", mean, _interval(path, value.interval, how.interval))
+
+
+def _difference(path: str, effect: Effect, how: Scale) -> Html:
+    return element(
+        "td",
+        _span(f"{path}/difference", effect.difference, how.difference(effect.difference)),
+        _interval(f"{path}/difference", effect.interval, how.difference_interval),
+    )
 
 
 def _lift(path: str, effect: Effect) -> Html:

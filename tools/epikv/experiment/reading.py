@@ -22,9 +22,12 @@ from epikv.v1.experiment_pb2 import (
     Experiment,
     ExperimentReport,
     GuardrailReport,
+    Heterogeneity,
     Metric,
     MetricReport,
     SampleRatio,
+    Subgroup,
+    SubgroupAnalysis,
 )
 
 SHADOW = "shadow_"  # metrics of requests that were replayed under the full cache
@@ -62,6 +65,9 @@ MEANINGS = {
     "too early": "Too few units, or outcomes too rare, to say anything.",
     "safe": "Certainly not worse by more than the margin.",
     "breached": "Certainly worse by more than the margin: the experiment stops.",
+    "not the same": "The arms' difference is not the same in all of these subgroups.",
+    "not seen to differ": "That is no proof that the arms' difference is the same in all of these"
+    " subgroups.",
 }
 GUARDED = (
     "Guardrails are not withheld, though what moves the split may move their figures, too: one that"
@@ -94,6 +100,14 @@ def verdict(message: Effect | GuardrailReport) -> Verdict:
     assert enum is not None  # of this field there is one
     word = enum_name(enum, message.verdict).replace("_", " ")
     return Verdict(word, _TONES.get(word, "early"))
+
+
+def heterogeneity_verdict(found: Heterogeneity) -> Verdict:
+    if found.verdict == Heterogeneity.VERDICT_DIFFERS:
+        return Verdict("not the same", "neutral")
+    if found.verdict == Heterogeneity.VERDICT_UNDECIDED:
+        return Verdict("not seen to differ", "open")
+    return Verdict("too early", "early")
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,16 @@ def windows_of(experiment: Experiment) -> str:
     return f"windows of {span(window)}, the first {span(wash_out)} of each not analysed"
 
 
+def subgroups_of(experiment: Experiment) -> str:
+    """The classes of its units; of none ""."""
+    told = []
+    if edges := experiment.subgroups.prompt_token_edges:
+        told.append(f"prompts cut at {', '.join(map(str, edges))} tokens")
+    if label := experiment.subgroups.label.key:
+        told.append(f"label {label}: {', '.join(experiment.subgroups.label.values)}, other")
+    return "; ".join(told)
+
+
 def switchback(report: ExperimentReport) -> str:
     """What its figures are figures of; the report must be of one."""
     washed_out = count(report.washed_out_requests)
@@ -166,6 +190,36 @@ def row_verdict(report: ExperimentReport, metric: MetricReport, row: Row) -> Ver
     if row.effect is None:
         return NOTHING_YET
     return NO_CAUSE if metric.confounded else verdict(row.effect)
+
+
+def by(analysis: SubgroupAnalysis) -> str:
+    """Which classes these are."""
+    return f"label {analysis.by}" if analysis.by_label else "tokens of the prompt"
+
+
+def subgroup_verdict(
+    report: ExperimentReport, metric: MetricReport, subgroup: Subgroup, row: Row
+) -> Verdict | None:
+    """None: of the control."""
+    if not row.is_control and row.effect is None and subgroup.sample_ratio.alarm:
+        return WITHHELD
+    return row_verdict(report, metric, row)
+
+
+SUBGROUPS = (
+    "Classes that were fixed before the start; a unit is in that of its first request. All intervals"
+    " here hold together, for all subgroups and arms and at every look, so they are wider than those"
+    " above. A verdict in one subgroup and none in another is no difference between the two: whether"
+    " the arms' difference is the same in all is told by itself."
+)
+
+
+def heterogeneity(report: ExperimentReport, found: Heterogeneity) -> str:
+    """What is told by itself; after it comes the verdict."""
+    return (
+        f"{found.arm} less {control_of(report)}, between these subgroups"
+        f" (p {probability(found.p_value)}, at every look)"
+    )
 
 
 POPULATIONS = {"all": "everyone", "exposed": "exposed"}  # by field of MetricReport
@@ -293,6 +347,12 @@ def summary(report: ExperimentReport) -> list[Sentence]:
         said += [_decision(report, metric, row) for row in rows(report, metric.all) if row.effect]
     if not report.blocked and not any(metric.all.effects for metric in groups(report).primary):
         said.append(Sentence("early", "Too early: the primary metric has no data of all arms yet."))
+    for analysis in report.subgroups:
+        for found in analysis.heterogeneity:
+            if found.verdict != Heterogeneity.VERDICT_DIFFERS:
+                continue
+            if not any(metric.confounded for metric in groups(report).primary):
+                said.append(Sentence("neutral", _differs_between(report, analysis, found)))
     for guardrail in report.guardrails:
         if guardrail.verdict == GuardrailReport.VERDICT_BREACHED:
             said.append(Sentence("bad", f"Guardrail breached: {breach(report, guardrail)}."))
@@ -346,6 +406,16 @@ def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sente
     else:
         text = f"{row.arm}: {found.word} ({of})."
     return Sentence(found.tone, text)
+
+
+def _differs_between(
+    report: ExperimentReport, analysis: SubgroupAnalysis, found: Heterogeneity
+) -> str:
+    name = groups(report).primary[0].metric.name
+    return (
+        f"What {found.arm} does to {name} is not the same in all subgroups by {plain(by(analysis))}"
+        f" (p {probability(found.p_value)})."
+    )
 
 
 def breach(report: ExperimentReport, guardrail: GuardrailReport) -> str:
