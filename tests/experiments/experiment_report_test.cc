@@ -46,6 +46,7 @@ struct Asked {
   std::optional<double> right;
   uint32_t version = 1;
   uint32_t prompt_tokens = 100;
+  std::optional<double> covariate;
   std::string subgroup = {};
 };
 
@@ -85,6 +86,7 @@ class ReportTest : public ::testing::Test {
     began.set_unit(UnitHash("unit", 0, unit));
     *began.mutable_time() = TimestampProto(time);
     began.set_prompt_tokens(asked.prompt_tokens);
+    if (asked.covariate.has_value()) began.set_covariate(*asked.covariate);
     auto& part = *began.add_parts();
     part.set_experiment("lean");
     part.set_bucket_version(asked.version);
@@ -544,6 +546,111 @@ TEST_F(SubgroupReportTest, SaysTheSameInSeveralPasses) {
   AddUnits(800);
   EXPECT_EQ(Report({.memory_bytes = 1}).SerializeAsString(), Report().SerializeAsString());
   EXPECT_EQ(Report({.guardrails_only = true}).subgroups_size(), 0);
+}
+
+// Whether a unit is right is known before, by its covariate.
+TEST_F(ReportTest, TellsHowMuchVarianceACovariateTakesOut) {
+  experiment_.mutable_metrics(0)->set_covariate(v1::Metric::COVARIATE_CLIENT);
+  for (int i = 0; i < 2000; ++i) {
+    const int right = i / 2 * 37 % 100 < 70 ? 1 : 0;
+    Add(i, 2000, absl::StrCat("u", i),
+        {.arm = i % 2 ? "lean" : "full", .right = right, .covariate = right + 0.5 * (i / 2 % 3)});
+  }
+  Write();
+  const v1::MetricReport right = Report().metrics(0);
+  EXPECT_EQ(right.all().arms(1).covariate_units(), 1000u);
+  // Of a variance of .21 + .25 * 2/3 the covariate has .21 in common with the outcome.
+  EXPECT_NEAR(right.all().effects(0).variance_saved(), .21 / (.21 + .25 * 2 / 3), .02);
+}
+
+// The first request has no outcome: what it knew before counts all the same.
+TEST_F(ReportTest, TheCovariateIsThatOfTheFirstRequestWhateverBecameOfIt) {
+  experiment_.mutable_metrics(0)->set_covariate(v1::Metric::COVARIATE_PROMPT_TOKENS);
+  for (int i = 0; i < 1000; ++i) {
+    const std::string unit = absl::StrCat("u", i), arm = i % 2 ? "lean" : "full";
+    const int right = i / 2 % 2;
+    Add(i, 3000, unit, {.arm = arm, .prompt_tokens = right ? 900u : 100u});
+    Add(1000 + i, 3000, unit, {.arm = arm, .right = right, .prompt_tokens = 500});
+  }
+  Write();
+  EXPECT_NEAR(Report().metrics(0).all().effects(0).variance_saved(), 1, 1e-6);
+}
+
+TEST_F(ReportTest, ACovariateThatAnArmHasChangedIsNotUsed) {
+  experiment_.mutable_metrics(0)->set_covariate(v1::Metric::COVARIATE_CLIENT);
+  for (int i = 0; i < 2000; ++i) {
+    const int right = i / 2 * 37 % 100 < (i % 2 ? 50 : 70) ? 1 : 0;
+    Add(i, 2000, absl::StrCat("u", i),
+        {.arm = i % 2 ? "lean" : "full", .right = right, .covariate = right});
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  const v1::Effect& effect = report.metrics(0).all().effects(0);
+  EXPECT_FALSE(effect.has_variance_saved());
+  EXPECT_NEAR(effect.difference(), -0.2, 1e-9) << "adjusted it would be 0";
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("the covariate of 'right' differs")));
+}
+
+// Units' outcomes in an experiment that ran before.
+class EarlierTest : public ReportTest {
+ protected:
+  EarlierTest() {
+    experiment_.mutable_metrics(0)->set_covariate(v1::Metric::COVARIATE_EARLIER);
+    v1::Experiment before = experiment_;
+    before.set_name("before");
+    before.set_salt("before");
+    *before.mutable_start_time() = TimestampProto(kBefore);
+    EXPECT_TRUE(store_->Create(before).ok());
+  }
+  // What each of 1000 units shows in `lean` it showed before.
+  void AddUnits(absl::Time received) {
+    for (int i = 0; i < 1000; ++i) {
+      const std::string unit = absl::StrCat("u", i);
+      const int right = i / 2 % 2;
+      AddBefore(i, unit, right, received);
+      Add(i, 1000, unit, {.arm = i % 2 ? "lean" : "full", .right = right});
+    }
+    Write();
+  }
+  v1::Effect Effect() { return Report().metrics(0).all().effects(0); }
+
+  const absl::Time kBefore = kStart - absl::Hours(5);
+
+ private:
+  void AddBefore(int i, const std::string& unit, int right, absl::Time received) {
+    const std::string id = absl::StrCat("before", i);
+    v1::RequestBegan& began = *records_.emplace_back().mutable_began();
+    began.set_id(id);
+    began.set_request_id(id);
+    began.set_unit(UnitHash("unit", 0, unit));
+    *began.mutable_time() = TimestampProto(kBefore + absl::Seconds(i));
+    auto& part = *began.add_parts();
+    part.set_experiment("before");
+    part.set_bucket_version(1);
+    part.set_arm("full");
+    v1::OutcomeSeen& outcome = *records_.emplace_back().mutable_outcome();
+    outcome.set_request_id(id);
+    outcome.set_metric("right");
+    outcome.set_value(right);
+    *outcome.mutable_time() = began.time();
+    *outcome.mutable_received() = TimestampProto(received);
+  }
+};
+
+TEST_F(EarlierTest, OutcomesFromBeforeTheStartAdjust) {
+  AddUnits(kStart - absl::Hours(1));
+  EXPECT_NEAR(Effect().variance_saved(), 1, 1e-6);
+}
+
+TEST_F(EarlierTest, OutcomesThatCameAfterTheStartDoNot) {
+  AddUnits(kStart);
+  EXPECT_FALSE(Effect().has_variance_saved());
+}
+
+TEST_F(EarlierTest, OutcomesOfAnExperimentWithTheSameSaltDoNot) {
+  experiment_.set_salt("before");
+  AddUnits(kStart - absl::Hours(1));
+  EXPECT_FALSE(Effect().has_variance_saved());
 }
 
 TEST(ValueBins, AreWithinTwoPercent) {

@@ -46,6 +46,8 @@ struct Owner {
   size_t arm = 0;
   uint64_t unit = 0;  // a hash, or a window
   // Of the unit's first request that is analysed, which no arm has had a hand in.
+  int64_t prompt_tokens = 0;
+  std::optional<double> covariate;  // the client's
   Classes classes = {};
 };
 

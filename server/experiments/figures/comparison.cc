@@ -4,6 +4,7 @@
 #include <boost/math/tools/roots.hpp>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "runtime/base/require.h"
@@ -51,6 +52,29 @@ double TauSquared(const AnalysisOptions& options, double value_variance) {
                                  : kDefaultTau * kDefaultTau * value_variance;
 }
 
+// Of the covariates of all units about the arms' means.
+double CovariateVariance(const MetricSums& sums) {
+  double squares = 0, units = 0;
+  for (const ArmSums& arm : sums.arms) {
+    if (arm.covered > 0) squares += arm.xx - arm.x * arm.x / arm.covered;
+    units += arm.covered;
+  }
+  return squares / units;
+}
+
+// Whether estimates by arm differ whose units vary alike.
+bool ArmsDiffer(std::vector<Estimated> arms, double unit_variance) {
+  if (!(unit_variance > 0)) return false;
+  for (Estimated& arm : arms) arm.variance *= unit_variance;
+  return SamenessPValue(arms, kDefaultTau * kDefaultTau * unit_variance) < kCovariateAlarm / 2;
+}
+
+MetricEstimates EstimateSoundly(const MetricSums& sums) {
+  MetricEstimates estimates = Estimate(sums);
+  if (estimates.coefficient != 0 && CovariateDiffers(sums)) estimates.coefficient = 0;
+  return estimates;
+}
+
 // Two adjusted means and what is known of their errors.
 struct Pair {
   double control = 0, treatment = 0;
@@ -79,6 +103,15 @@ Pair PairOf(const MetricEstimates& estimates, size_t control, size_t treatment) 
           .control_variance = estimates.Covariance(control, control) + MissingVariance(c, t),
           .treatment_variance = estimates.Covariance(treatment, treatment) + MissingVariance(t, c),
           .covariance = estimates.Covariance(control, treatment)};
+}
+
+std::optional<double> VarianceSaved(const MetricEstimates& estimates, size_t control,
+                                    size_t treatment) {
+  if (estimates.coefficient == 0) return std::nullopt;
+  MetricEstimates plain = estimates;
+  plain.coefficient = 0;
+  return 1 - PairOf(estimates, control, treatment).variance() /
+                 PairOf(plain, control, treatment).variance();
 }
 
 std::optional<double> LiftOf(double control, double treatment) {
@@ -188,9 +221,25 @@ bool Lift::Holds(double lift) const {
   return true;
 }
 
+bool CovariateDiffers(const MetricSums& sums) {
+  std::vector<Estimated> means, shares;
+  double units = 0, covered = 0;
+  for (const ArmSums& arm : sums.arms) {
+    if (arm.units < static_cast<double>(kLeastUnits)) return false;
+    if (arm.covered >= static_cast<double>(kLeastUnits)) {
+      means.push_back({.value = arm.x / arm.covered, .variance = 1 / arm.covered});
+    }
+    shares.push_back({.value = arm.covered / arm.units, .variance = 1 / arm.units});
+    units += arm.units;
+    covered += arm.covered;
+  }
+  const double share = covered / units;
+  return ArmsDiffer(means, CovariateVariance(sums)) || ArmsDiffer(shares, share * (1 - share));
+}
+
 ArmReading ReadArm(const MetricSums& sums, size_t arm, const AnalysisOptions& options) {
   Require(arm < sums.arms.size(), "no such arm");
-  const MetricEstimates estimates = Estimate(sums);
+  const MetricEstimates estimates = EstimateSoundly(sums);
   ArmReading reading{.observed = estimates.arms[arm]};
   if (!reading.observed.mean.has_value()) return reading;
   reading.mean = estimates.Mean(arm);
@@ -214,7 +263,7 @@ Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
                    const AnalysisOptions& options) {
   Require(control < sums.arms.size() && treatment < sums.arms.size(), "no such arm");
   Require(control != treatment, "an arm is not compared with itself");
-  const MetricEstimates estimates = Estimate(sums);
+  const MetricEstimates estimates = EstimateSoundly(sums);
   Comparison comparison{.control = estimates.arms[control], .treatment = estimates.arms[treatment]};
   if (!comparison.control.mean.has_value() || !comparison.treatment.mean.has_value()) {
     return comparison;
@@ -224,6 +273,7 @@ Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
   comparison.lift.estimate = LiftOf(pair.control, pair.treatment);
   if (IsAsymptotic(comparison.control, comparison.treatment, options.kind)) {
     CompareAsymptotically(pair, options, comparison);
+    comparison.variance_saved = VarianceSaved(estimates, control, treatment);
   } else if (HasExactSequence(comparison.control, options) &&
              HasExactSequence(comparison.treatment, options)) {
     CompareExactly(options, comparison);

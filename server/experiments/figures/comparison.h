@@ -77,6 +77,14 @@ struct ArmReading {
   Interval interval;           // of the mean
 };
 
+// Whether an arm has had a hand in the covariate: its mean, or the share of units that have one,
+// differs between arms by more than chance: p < kCovariateAlarm at any look, always valid, once all
+// arms have kLeastUnits. What follows does not adjust by such a covariate: with a chance of 1 -
+// alpha - kCovariateAlarm intervals hold at every look all the same, for those that are adjusted
+// and those that are not do.
+bool CovariateDiffers(const MetricSums& sums);
+inline constexpr double kCovariateAlarm = .001;
+
 // An arm's mean. A proportion has an exact sequence as long as each unit has one observation, and
 // until it has kLeastUnits and kLeastEffectiveUnitsAlone. Trials are then as many as there are
 // units, as far as observations are spread over them (Kish): too few rather than too many, for
@@ -107,6 +115,8 @@ struct Comparison {
   Interval interval;                 // of the difference
   // Of asymptotic comparisons: of the difference, and tau^2 of its sequence.
   double variance = 0, tau_squared = 0;
+  // Share of the variance that the covariate has taken out; absent where nothing is adjusted.
+  std::optional<double> variance_saved;
   // Always valid, as of this look; a later look may have a greater one. Below alpha exactly where
   // the interval leaves out 0.
   double p_value = 1;

@@ -71,6 +71,7 @@ v1::Effect EffectOf(const std::string& arm, const Comparison& comparison,
     effect.set_lift_is_outside(comparison.lift.set == Lift::Set::kTwoRays);
   }
   effect.set_verdict(VerdictOf(comparison, metric));
+  if (comparison.variance_saved.has_value()) effect.set_variance_saved(*comparison.variance_saved);
   return effect;
 }
 

@@ -100,12 +100,15 @@ Observations ObservationsOf(const Measure& measure, const RequestRow& row) {
   return values;
 }
 
-std::optional<double> CovariateOf(const v1::Metric& metric, const RequestRow& row) {
+std::optional<double> CovariateOf(const v1::Metric& metric, const Owner& owner,
+                                  const EarlierMeans* earlier) {
   switch (metric.covariate()) {
     case v1::Metric::COVARIATE_PROMPT_TOKENS:
-      return static_cast<double>(row.prompt_tokens);
+      return static_cast<double>(owner.prompt_tokens);
     case v1::Metric::COVARIATE_CLIENT:
-      return row.covariate;
+      return owner.covariate;
+    case v1::Metric::COVARIATE_EARLIER:
+      return earlier == nullptr ? std::nullopt : earlier->Of(owner.unit);
     default:
       return std::nullopt;
   }

@@ -4,7 +4,9 @@
 #include <vector>
 
 #include "epikv/v1/experiment.pb.h"
+#include "server/experiments/figures/arms.h"
 #include "server/experiments/figures/comparison.h"
+#include "server/experiments/figures/earlier_outcomes.h"
 #include "server/experiments/figures/metric_tally.h"
 #include "server/experiments/store/store.h"
 
@@ -26,6 +28,8 @@ Better BetterOf(const v1::Metric& metric);
 std::vector<Measure> MeasuresOf(const v1::Experiment& experiment, bool guardrails_only);
 
 Observations ObservationsOf(const Measure& measure, const RequestRow& row);
-std::optional<double> CovariateOf(const v1::Metric& metric, const RequestRow& row);
+// earlier: of the metric, where its covariate is COVARIATE_EARLIER.
+std::optional<double> CovariateOf(const v1::Metric& metric, const Owner& owner,
+                                  const EarlierMeans* earlier);
 
 }  // namespace epikv

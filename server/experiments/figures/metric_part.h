@@ -56,6 +56,7 @@ class Population {
     options.alpha = alpha;
     return Compare(tally_.sums(), arms_.control(), arm, options);
   }
+  bool CovariateDiffers() const { return epikv::CovariateDiffers(tally_.sums()); }
   v1::Analysis Analyse(bool blocked) const {
     v1::Analysis analysis;
     for (size_t arm = 0; arm < arms_.size(); ++arm) {
@@ -84,6 +85,7 @@ class Population {
     if (reading.observed.mean.has_value()) value.set_mean(*reading.observed.mean);
     *value.mutable_interval() = ToProto(reading.interval);
     value.set_basis(ToProto(reading.basis));
+    value.set_covariate_units(static_cast<uint64_t>(reading.observed.covariate_units));
     return value;
   }
 
@@ -98,9 +100,11 @@ class Population {
 // One metric of the report.
 class MetricPart {
  public:
-  MetricPart(const Arms& arms, const Measure& measure, double alpha)
+  // earlier: see CovariateOf; it outlives this.
+  MetricPart(const Arms& arms, const Measure& measure, double alpha, const EarlierMeans* earlier)
       : measure_(measure),
         alpha_(alpha),
+        earlier_(earlier),
         all_(arms, measure, alpha),
         exposed_(arms, measure, alpha),
         coverage_(arms.size()),
@@ -109,7 +113,7 @@ class MetricPart {
   void Add(const Owner& owner, const RequestRow& row) {
     if (measure_.of_windows) return;
     const Observations values = ObservationsOf(measure_, row);
-    Add(owner, row.exposed, values, CovariateOf(measure_.metric, row));
+    Add(owner, row.exposed, values, CovariateOf(measure_.metric, owner, earlier_));
     if (!measure_.measured && (row.lost || row.end.has_value())) {
       coverage_.Add(owner.arm, owner.unit, values.empty() ? 0 : 1);
     }
@@ -159,6 +163,7 @@ class MetricPart {
 
   const Measure& measure_;
   const double alpha_;
+  const EarlierMeans* const earlier_;
   Population all_, exposed_;
   MetricTally coverage_;
   std::vector<ValueBins> bins_;

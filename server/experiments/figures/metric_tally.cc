@@ -41,6 +41,7 @@ ArmEstimate EstimateArm(const MetricSums& sums, const ArmSums& arm, double centr
   if (arm.units < 1) return estimate;
   const double ratio = arm.s / arm.n;
   estimate.mean = sums.value_origin + ratio;
+  estimate.covariate_units = std::llround(arm.covered);
   estimate.spread_units = arm.n * arm.n / arm.nn;
   if (arm.units < 2) return estimate;
   const double freedom = arm.units / (arm.units - 1);

@@ -87,7 +87,8 @@ struct ArmEstimate {
   double effective_units = 0;
   double spread_units = 0;  // the latter
 
-  double covariate_mean = 0;  // over units, from the mean of all arms; units without it are at 0
+  int64_t covariate_units = 0;  // whose covariate is known
+  double covariate_mean = 0;    // over units, from the mean of all arms; units without it are at 0
   double covariate_variance = 0;
   double covariance = 0;  // of mean and covariate_mean
 };

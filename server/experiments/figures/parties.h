@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -104,10 +106,13 @@ class Parties {
  private:
   // There may be millions.
   struct Unit {
+    double covariate = kNone;
+    uint32_t prompt_tokens = 0;
     uint8_t arm = 0;
     bool exposed = false;
     Classes classes = {};
   };
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
   struct Count {
     int64_t requests = 0, units = 0, exposed_requests = 0, exposed_units = 0, running = 0, lost = 0;
     std::vector<v1::ArmPoint> points;
@@ -118,14 +123,20 @@ class Parties {
   }
   // Its first request is known, and counted in its classes.
   Unit FirstOf(const RequestRow& row, size_t arm) {
-    const Unit unit = {.arm = static_cast<uint8_t>(arm),
+    const Unit unit = {.covariate = row.covariate.value_or(kNone),
+                       .prompt_tokens = static_cast<uint32_t>(row.prompt_tokens),
+                       .arm = static_cast<uint8_t>(arm),
                        .classes = subgroups_.ClassesOf(
                            {.prompt_tokens = row.prompt_tokens, .label = row.subgroup})};
     for (size_t i = 0; i < class_units_.size(); ++i) ++class_units_[i][unit.classes[i]][arm];
     return unit;
   }
   static Owner OwnerOf(uint64_t id, const Unit& unit) {
-    return {.arm = unit.arm, .unit = id, .classes = unit.classes};
+    return {.arm = unit.arm,
+            .unit = id,
+            .prompt_tokens = unit.prompt_tokens,
+            .covariate = std::isnan(unit.covariate) ? std::nullopt : std::optional(unit.covariate),
+            .classes = unit.classes};
   }
   v1::SampleRatio Ratio(int64_t Count::*counted) const {
     std::vector<int64_t> units;

@@ -20,6 +20,7 @@
 #include "server/experiments/figures/arms.h"
 #include "server/experiments/figures/comparison.h"
 #include "server/experiments/figures/distribution.h"
+#include "server/experiments/figures/earlier_outcomes.h"
 #include "server/experiments/figures/figure_messages.h"
 #include "server/experiments/figures/measures.h"
 #include "server/experiments/figures/metric_part.h"
@@ -87,6 +88,10 @@ class ReportMaker {
   absl::StatusOr<v1::ExperimentReport> Make() {
     if (absl::Status status = ReadParties(); !status.ok()) return status;
     report_.set_blocked(Blocked(report_));
+    absl::StatusOr<EarlierOutcomes> earlier =
+        ReadEarlierOutcomes(experiment_, store_, options_.cancelled);
+    if (!earlier.ok()) return earlier.status();
+    earlier_ = *std::move(earlier);
     // Two populations, the coverage, and one more in each division.
     const int64_t tallies = 3 + static_cast<int64_t>(subgroups_.divisions().size());
     const int64_t bytes = std::max<int64_t>(1, units_) * kBytesPerUnit * tallies;
@@ -142,11 +147,13 @@ class ReportMaker {
     Parties parties(experiment_, arms_, subgroups_);
     std::vector<std::unique_ptr<MetricPart>> parts;
     for (size_t i = first; i < last; ++i) {
-      parts.push_back(std::make_unique<MetricPart>(arms_, measures_[i], AlphaOf(measures_[i])));
+      parts.push_back(std::make_unique<MetricPart>(arms_, measures_[i], AlphaOf(measures_[i]),
+                                                   EarlierOf(measures_[i])));
     }
     std::optional<SubgroupPart> subgroups;
     if (measures_[first].primary) {  // the first of all
-      subgroups.emplace(experiment_, arms_, subgroups_, measures_[first]);
+      subgroups.emplace(experiment_, arms_, subgroups_, measures_[first],
+                        EarlierOf(measures_[first]));
     }
     std::optional<Throughput> throughput;
     if (windows_.has_value()) {
@@ -178,6 +185,10 @@ class ReportMaker {
       for (const auto& part : parts) part->Add(owner, window);
     }
   }
+  const EarlierMeans* EarlierOf(const Measure& measure) const {
+    const auto found = earlier_.find(measure.metric.name());
+    return found == earlier_.end() ? nullptr : &found->second;
+  }
   double AlphaOf(const Measure& measure) const {
     return measure.primary ? AlphaPerArm(experiment_.alpha(), experiment_.arms_size())
                            : experiment_.alpha();
@@ -192,6 +203,13 @@ class ReportMaker {
         *report_.mutable_arms(static_cast<int>(arm))->add_distributions() =
             std::move(distributions[arm]);
       }
+    }
+    if (part.all().CovariateDiffers()) {
+      report_.add_notes(absl::StrCat("the covariate of '", metric.name(),
+                                     "' differs between arms by more than chance: an arm has had a "
+                                     "hand in it, or in who has an "
+                                     "outcome, so '",
+                                     metric.name(), "' is not adjusted by it"));
     }
     for (size_t arm = 0; arm < arms_.size(); ++arm) {
       if (arm == arms_.control()) continue;
@@ -293,6 +311,7 @@ class ReportMaker {
   const std::optional<Windows> windows_;
   const Timeline timeline_;
   const std::vector<Measure> measures_;
+  EarlierOutcomes earlier_;
   int64_t units_ = 0;
   v1::ExperimentReport report_;
 };

@@ -22,8 +22,8 @@ class SubgroupPart {
  public:
   // All that is given outlives this.
   SubgroupPart(const v1::Experiment& experiment, const Arms& arms, const Subgroups& subgroups,
-               const Measure& measure)
-      : experiment_(experiment), arms_(arms), measure_(measure) {
+               const Measure& measure, const EarlierMeans* earlier)
+      : experiment_(experiment), arms_(arms), measure_(measure), earlier_(earlier) {
     if (subgroups.divisions().empty()) return;
     alphas_ = AlphaPerSubgroup(experiment.alpha(),
                                {.arms = experiment.arms_size(),
@@ -40,7 +40,7 @@ class SubgroupPart {
   void Add(const Owner& owner, const RequestRow& row) {
     if (populations_.empty()) return;
     const Observations values = ObservationsOf(measure_, row);
-    const std::optional<double> covariate = CovariateOf(measure_.metric, row);
+    const std::optional<double> covariate = CovariateOf(measure_.metric, owner, earlier_);
     for (size_t i = 0; i < populations_.size(); ++i) {
       populations_[i][owner.classes[i]]->Add(owner, values, covariate);
     }
@@ -87,6 +87,7 @@ class SubgroupPart {
   const v1::Experiment& experiment_;
   const Arms& arms_;
   const Measure& measure_;
+  const EarlierMeans* const earlier_;
   SubgroupAlphas alphas_;
   std::vector<std::vector<std::unique_ptr<Population>>> populations_;  // by division and class
 };

@@ -126,6 +126,8 @@ def expected_of_analysis(
             yield f"{arm}/basis", {"value": basis}
         told = "confounded" if is_confounded else words[effect.verdict]
         yield f"{arm}/verdict", {"value": told}
+        if effect.HasField("variance_saved"):
+            yield f"{arm}/variance_saved", {"value": effect.variance_saved}
         if effect.HasField("lift"):
             yield f"{arm}/lift", {"value": effect.lift}
             yield f"{arm}/lift/interval", bounds(effect.lift_interval)

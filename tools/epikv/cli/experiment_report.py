@@ -233,6 +233,11 @@ def _metric(report: ExperimentReport, metric: MetricReport, title: str) -> None:
                 _verdict(reading.row_verdict(report, metric, row)),
             )
     _out.print(table)
+    for field, name in reading.POPULATIONS.items():
+        analysis = getattr(metric, field)
+        for effect in analysis.effects:
+            if told := reading.adjustment(metric, analysis, effect):
+                _say(f"{effect.arm}, {name}, {told}.", indent=2)
 
 
 def _subgroups(report: ExperimentReport, metric: MetricReport) -> None:

@@ -43,6 +43,14 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             " the difference itself.",
         ),
         (
+            "Adjusted by a covariate",
+            "What was known of a unit before any arm acted explains a part of its outcome. The arms"
+            " differ in that by chance alone, and taking it out leaves the difference and takes"
+            " variance away. It must be something that no arm can have influenced: what came after"
+            " (the shadow KL of the arm's own answers, say) would take the arm's effect out, too."
+            " Where it differs between arms by more than chance nothing is adjusted.",
+        ),
+        (
             "Everyone and the exposed",
             "Everyone: all units by the arm they were dealt, whatever became of them (intention to"
             " treat). It tells what switching would do to the whole of your traffic. The exposed"

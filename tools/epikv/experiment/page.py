@@ -295,7 +295,18 @@ def _metric(report: ExperimentReport, metric: MetricReport, heading: bool = True
     for row in reading.rows(report, metric.all) if metric.primary else ():
         if row.effect is not None and not metric.confounded:
             yield element("p", f"{row.arm}, everyone, ", reading.p_value(row.effect), ".")
+    yield from _adjustments(metric)
     yield _effect_plots(report, metric, how)
+
+
+def _adjustments(metric: MetricReport) -> Iterator[Html]:
+    for field, population in reading.POPULATIONS.items():
+        analysis = getattr(metric, field)
+        for effect in analysis.effects:
+            if told := reading.adjustment(metric, analysis, effect):
+                path = f"metric/{metric.metric.name}/{field}/{effect.arm}/variance_saved"
+                told = f"{effect.arm}, {population}, {told}."
+                yield element("p", _span(path, effect.variance_saved, told), class_="soft")
 
 
 def _subgroups(report: ExperimentReport, metric: MetricReport) -> Iterator[Html]:

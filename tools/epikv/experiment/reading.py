@@ -222,6 +222,28 @@ def heterogeneity(report: ExperimentReport, found: Heterogeneity) -> str:
     )
 
 
+_COVARIATES = {
+    Metric.COVARIATE_PROMPT_TOKENS: "the tokens of the unit's first prompt",
+    Metric.COVARIATE_CLIENT: "what the application knew of the unit before",
+    Metric.COVARIATE_EARLIER: "the unit's outcomes from before the start",
+}
+
+
+def adjustment(metric: MetricReport, analysis: Analysis, effect: Effect) -> str:
+    """What the covariate does to a comparison; of one that is not adjusted ""."""
+    if not effect.HasField("variance_saved"):
+        return ""
+    units = sum(value.units for value in analysis.arms)
+    known = sum(value.covariate_units for value in analysis.arms)
+    covariate = _COVARIATES.get(metric.metric.covariate, "a covariate")
+    saved = effect.variance_saved
+    gain = "" if saved >= 1 else f", as {percent(saved / (1 - saved), sign=True)} units would"
+    return (
+        f"adjusted by {covariate}, known of {percent(known / units if units else 0)} of the units:"
+        f" it takes {percent(saved)} out of the variance of the difference{gain}"
+    )
+
+
 POPULATIONS = {"all": "everyone", "exposed": "exposed"}  # by field of MetricReport
 
 
