@@ -38,6 +38,10 @@ epikv_watch_threads(recorder_crash)
 add_dependencies(stores_test recorder_crash)
 target_compile_definitions(stores_test PRIVATE EPIKV_RECORDER_CRASH="$<TARGET_FILE:recorder_crash>")
 
+# What epikv_lab.bench.experiment_power runs.
+add_executable(experiment_power bench/experiment_power.cc)
+target_link_libraries(experiment_power PRIVATE epikv_server)
+
 # What `epikv bench experiment` runs.
 add_executable(experiment_costs bench/experiment_costs.cc)
 target_link_libraries(experiment_costs PRIVATE epikv_server)
