@@ -1,16 +1,18 @@
-"""Other papers' claims: arithmetic of the page, and that what it names is run and shipped."""
+"""The papers' claims: arithmetic of the page, and that what it names is run and shipped."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from epikv.cli.eval_models import SHIPPED
 from epikv.eval.plan import FULL, RANDOM
 from epikv.stats import Estimate
 from epikv_lab.sample import claims
 from epikv_lab.sample.claims import Claim
-from epikv_lab.sample.measure import EVALUATIONS, GATES, folders
+from epikv_lab.sample.commands import evaluate
+from epikv_lab.sample.measure import EVALUATIONS, GATES, folders, named
 from epikv_lab.sample.scores import Score, joined, read
 
 
@@ -104,3 +106,11 @@ def test_what_is_added_stands_where_it_would() -> None:
     ]
     with pytest.raises(ValueError, match="no longer what it was"):
         joined(before, [cell(RANDOM, "11")])
+
+
+def test_an_evaluation_is_named_whole_or_by_its_beginning() -> None:
+    assert named("claims-prompt") == ["claims-prompt"]
+    assert {"claims-prompt", "claims-far"} < set(named("claims"))
+    assert named("clai") == []
+    result = CliRunner().invoke(evaluate, ["clai"])
+    assert result.exit_code == 2 and "tournament" in result.output

@@ -151,10 +151,7 @@ def packets(seeds: tuple[str, ...], out: Path) -> None:
 
 
 @click.command()
-@click.argument(
-    "name",
-    type=click.Choice(["tournament", "pair", "aged", "lengths", "reproduction", "claims"]),
-)
+@click.argument("name")
 @click.option(
     "--policy",
     "only",
@@ -164,9 +161,12 @@ def packets(seeds: tuple[str, ...], out: Path) -> None:
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
 @OUT
 def evaluate(name: str, only: tuple[str, ...], seeds: tuple[str, ...], out: Path) -> None:
-    """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
-    from epikv_lab.sample.measure import folders, measure, named
+    """Run the evaluation NAME of the pages on every seed, or all whose names begin with it, such as
+    tournament, pair, aged, lengths, reproduction and claims; interrupted, it goes on."""
+    from epikv_lab.sample.measure import EVALUATIONS, folders, measure, named
 
+    if not named(name):
+        raise click.UsageError(f"'{name}' begins none of {', '.join(EVALUATIONS)}")
     if only and name not in ("tournament", "aged"):
         raise click.UsageError("--policy adds to the tournament and to aged alone")
     for seed in folders(seeds):
