@@ -1,4 +1,4 @@
-"""The paper's claims: arithmetic of the benches and of the page, and the comparators themselves."""
+"""The EpiKV paper's claims: arithmetic of the benches and of the page, and the comparators themselves."""
 
 import json
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from epikv.sample.families import FAMILIES
 from epikv.sample.need import load as load_needs
 from epikv.stats import difference, sign_test, wilson
 
-from epikv_lab.sample import claims, reproduction
+from epikv_lab.sample import claims, epikv_claims, overview, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
 from epikv_lab.sample.measure import AGED, GATES, MODELS, calibrated, folders, scores_of
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
@@ -52,6 +52,8 @@ def pages() -> dict[Path, str]:
         "curves": _curves,
         **reproduction.parts(),
         **claims.parts(),
+        **epikv_claims.parts(),
+        **overview.parts(),
         **real_text.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")

@@ -1,4 +1,4 @@
-"""The generated parts of the page that holds other papers' claims against measurements.
+"""The generated parts of the page that holds the papers' claims against measurements, below its table.
 
 They are made of tournament.jsonl and claims-*.jsonl in each seed's folder (`epikv_lab.sample.measure`).
 """
@@ -12,6 +12,9 @@ from epikv.stats import Estimate, difference, wilson
 
 from epikv_lab.sample.doubt import DOUBT, NEEDLES, doubts, found_needles
 from epikv_lab.sample.measure import (
+    ADDED,
+    BY_ATTENTION,
+    BY_HEAD,
     CHUNK,
     DECORATED,
     DECORATORS,
@@ -23,6 +26,9 @@ from epikv_lab.sample.measure import (
     GUARDED,
     LOOKAHEAD,
     MODELS,
+    PACKED,
+    PACKED_ARMS,
+    UNIFIED,
     WIDTHS,
     decorated,
     rounded,
@@ -41,6 +47,7 @@ TOURNAMENT, PROMPT = "tournament", "claims-prompt"
 DECORATING, STEERING, WIDTH = "claims-decorators", "claims-steering", "claims-widths"
 GUARDING, GUARDING_ONE = "claims-guard", "claims-guard-one"
 FETCHING, EPISODIC = "claims-far", "claims-episodes"
+LAPROX, ADDING, PACKING = "claims-laprox", "claims-added", "claims-packed"
 
 Scores = dict[str, list[Score]]  # by seed
 
@@ -87,6 +94,17 @@ PROMPTS = (
     Claim("KVzip+ over KVzip", "", f"kvzip_plus:chunk={CHUNK}", f"kvzip:chunk={CHUNK}"),
 )
 EPISODES = (Claim("EpiCache over SnapKV", "up to +40 % accuracy", "epicache", "snapkv"),)
+LAPROXES = (
+    Claim("LaProx: as good as the full cache", "at 5 % of it", UNIFIED, FULL, True),
+    Claim("LaProx over its scores, a budget for each head", "19 sets", UNIFIED, BY_HEAD),
+    Claim("LaProx over SnapKV", "19 sets", UNIFIED, BY_ATTENTION),
+)
+_ADDITIONS = {
+    "obcache": ("OBCache over SnapKV's mean of the same window", "consistently"),
+    "obcache:accumulate=true": ("OBCache since birth over H2O", "consistently"),
+    "infokv": ("InfoKV over its window's attention alone", "attention alone falls short"),
+}
+ADDITIONS = tuple(Claim(*_ADDITIONS[more], more=more, less=less) for more, less in ADDED.items())
 _THEIRS = {
     "caote": "always improves what it is added to",
     "inertia": "outweighs the choice of a score",
@@ -116,6 +134,10 @@ def parts() -> dict[str, Callable[[], str]]:
         "far-claims": lambda: beneath(scores_of(FETCHING), FAR, FETCH, "15%", "25%"),
         "doubt-claims": lambda: doubts(scores_of(DOUBT)),
         "needle-claims": lambda: found_needles(scores_of(NEEDLES)),
+        "packed-claims": lambda: packed(with_tier()),
+        "added-claims": lambda: table(scores_of(ADDING), ADDITIONS),
+        "laprox-claims": lambda: table(scores_of(LAPROX), LAPROXES),
+        "laprox-cells": lambda: cells(scores_of(LAPROX)),
         "episode-claims": lambda: table(scores_of(EPISODIC), EPISODES),
         "episode-cells": lambda: cells(scores_of(EPISODIC)),
         "packet-claims": lambda: packets(scores_of(PACKETS)),
@@ -125,22 +147,32 @@ def parts() -> dict[str, Callable[[], str]]:
 def table(scores: Scores, claims: Sequence[Claim]) -> str:
     """A row a claim: the gain in problems solved at each budget, all seeds together. The verdict is
     on each seed at each budget."""
-    wanted = {arm for claim in claims for arm in (claim.more, claim.less)}
-    scores = {seed: of for seed, of in scores.items() if wanted <= {score.arm for score in of}}
+    scores = having(scores, claims)
     if not scores:
         return NOT_RUN
-    budgets = budgets_of(_pooled(scores))
     pooled = _pooled(scores)
+    budgets = budgets_of(pooled)
     lines = [
         table_row("claim", "theirs", *budgets, "verdict"),
         table_row(*["---"] * (len(budgets) + 3)),
     ]
     for claim in claims:
-        told = [_told(_gain(claim, pooled, budget)) for budget in budgets]
-        gains = [_gain(claim, found, budget) for found in scores.values() for budget in budgets]
-        judged = as_good(gains) if claim.or_equal else verdict(gains)
+        told = [signed(gain(claim, pooled, budget)) for budget in budgets]
+        judged = judge([claim], scores, budgets)
         lines.append(table_row(claim.told, claim.theirs or "not told so", *told, judged))
     return "\n".join([*lines, "", _count(scores)])
+
+
+def having(scores: Scores, claims: Sequence[Claim]) -> Scores:
+    """Of the seeds on which all arms of these claims have been run."""
+    wanted = {arm for claim in claims for arm in (claim.more, claim.less)}
+    return {seed: of for seed, of in scores.items() if wanted <= {score.arm for score in of}}
+
+
+def judge(claims: Sequence[Claim], scores: Scores, budgets: Sequence[str]) -> str:
+    """The verdict on claims of one kind, by each seed at each budget."""
+    gains = [gain(claim, of, b) for claim in claims for of in scores.values() for b in budgets]
+    return as_good(gains) if claims[0].or_equal else verdict(gains)
 
 
 def as_good(gains: Sequence[Estimate]) -> str:
@@ -196,10 +228,47 @@ def beneath(
     for arm in arms:
         tiered = solved(pooled, varied(arm, fields), less)
         at_less, at_more = solved(pooled, arm, less), solved(pooled, arm, more)
-        gains = [_told(difference(tiered, plain)) for plain in (at_less, at_more)]
+        gains = [signed(difference(tiered, plain)) for plain in (at_less, at_more)]
         row = _share(at_less), _share(tiered), gains[0], _share(at_more), gains[1]
         lines.append(table_row(f"`{arm}`", *row))
     return "\n".join([*lines, "", f"The tier: {told}. {_count(scores)}"])
+
+
+def with_tier() -> Scores:
+    """What lies in the tier as it was cached, and rounded, on the same problems."""
+    rounded_too = scores_of(PACKING)
+    arms = {varied(arm, fields) for arm in PACKED_ARMS for fields in PACKED}
+    return {
+        seed: [*found, *(score for score in rounded_too[seed] if score.arm in arms)]
+        for seed, found in scores_of(FETCHING).items()
+        if seed in rounded_too
+    }
+
+
+def packed(scores: Scores) -> str:
+    """What each arm solves at the smaller budget by what a number of the tier takes."""
+    if not scores:
+        return NOT_RUN
+    pooled = _pooled(scores)
+    lines = [
+        table_row("policy", "15%", "and a tier", "of 8 bits", "gain", "of 4 bits", "gain"),
+        table_row(*["---"] * 7),
+    ]
+    for arm in PACKED_ARMS:
+        whole = solved(pooled, varied(arm, FETCH), "15%")
+        row = [_share(solved(pooled, arm, "15%")), _share(whole)]
+        for fields in PACKED:
+            hits = solved(pooled, varied(arm, fields), "15%")
+            row += [_share(hits), signed(difference(hits, whole))]
+        lines.append(table_row(f"`{arm}`", *row))
+    return "\n".join([*lines, "", f"Gains are over the tier as it was cached. {_count(scores)}"])
+
+
+def tier_bytes(width: int, bits: int) -> int:
+    """K and V of a token and head in the tier: numbers, and a float for each row (8 bits) or for each 32
+    of its numbers (4 bits); see runtime/kernels/tier_format.h."""
+    scales = 1 if bits == 8 else -(-width // 32)
+    return 2 * (width * bits // 8 + 4 * scales)
 
 
 def packets(scores: Scores) -> str:
@@ -221,8 +290,8 @@ def packets(scores: Scores) -> str:
             for task in families
         ]
         right = f"{fmean(score.answers for score in of_arm):.2f}"
-        gain = "" if arm == ALONE else _told(difference(solved(pooled, arm, ""), alone))
-        lines.append(table_row(arm, *shares, right, gain))
+        more = "" if arm == ALONE else signed(difference(solved(pooled, arm, ""), alone))
+        lines.append(table_row(arm, *shares, right, more))
     count = len(alone) // len(families)
     return "\n".join([*lines, "", f"Problems a cell: {count} ({', '.join(scores)})."])
 
@@ -242,8 +311,8 @@ def _beside(scores: Scores, arms: Mapping[str, Sequence[str]]) -> str:
         lines.append(table_row(f"`{base}`", _share(plain), "", f"{length:.0f}", ""))
         for arm in others:
             hits, tokens = _solved(pooled, arm, budget), _length(pooled, arm)
-            gain = _told(difference(hits, plain))
-            cells = _share(hits), gain, f"{tokens:.0f}", f"{tokens / length:.2f}"
+            more = signed(difference(hits, plain))
+            cells = _share(hits), more, f"{tokens:.0f}", f"{tokens / length:.2f}"
             lines.append(table_row(f"`{arm}`", *cells))
     return "\n".join([*lines, "", f"Budget {budget}. {_count(scores)}"])
 
@@ -257,7 +326,7 @@ def _length(found: Sequence[Score], arm: str) -> float:
     return fmean(score.tokens for score in found if score.arm == arm)
 
 
-def _gain(claim: Claim, found: Sequence[Score], budget: str) -> Estimate:
+def gain(claim: Claim, found: Sequence[Score], budget: str) -> Estimate:
     """Of the tasks that both ran: some policies refuse some prompts."""
     ours: list[int] = []
     theirs: list[int] = []
@@ -270,7 +339,8 @@ def _gain(claim: Claim, found: Sequence[Score], budget: str) -> Estimate:
     return difference(ours, theirs)
 
 
-def _told(gain: Estimate) -> str:
+def signed(gain: Estimate) -> str:
+    """A difference and its interval."""
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 

@@ -83,6 +83,27 @@ DOUBTING = ("epikv_forecast", "expected_attention", "cur", "sliding", RANDOM)
 DOUBTS = [{**FETCH, "tier_fetch": 1280, "tier_doubt": nats} for nats in (0.01, 0.001)]
 EPISODES = ("snapkv", "epicache")
 
+# LaProx, its scores with a budget for each head, and attention's; a window that leaves a choice at 32.
+NARROW = 8
+UNIFIED = f"laprox:window={NARROW}"
+BY_HEAD = f"laprox:allocator=uniform,window={NARROW}"
+BY_ATTENTION = f"snapkv:window={NARROW}"
+
+# What is added to a policy, beside that policy without it.
+ADDED = {
+    "obcache": "snapkv:kernel=7,pooling=max,window=16",
+    "obcache:accumulate=true": "h2o",
+    "infokv": "infokv:attention_share=1",
+}
+
+# Longer than any problem that the models were trained on, and solved all the same.
+LONG = ("sample:passcode@34", "sample:ledger@26", "sample:alarms@34")
+LAGGED = ("epikv_lag_kv", "epikv_flat", "raas", "rkv")
+
+# A tier whose numbers have 8 bits, or 4.
+PACKED = tuple({**FETCH, "tier_bits": bits} for bits in (8, 4))
+PACKED_ARMS = ("streaming_llm", RANDOM)
+
 
 WIDTHS = (8, 4, 2)  # bits of a number
 
@@ -173,13 +194,13 @@ EVALUATIONS = {
         _TASKS, 50, "claims", (0.5,), lambda seed: ["skipkv"], steering=(1, 2, 3), lengths=True
     ),
     "claims-guard": Evaluation(
-        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=[GUARD]
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=(GUARD,)
     ),
     "claims-guard-one": Evaluation(
-        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=[GUARD_OF_ONE]
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variants=(GUARD_OF_ONE,)
     ),
     "claims-far": Evaluation(
-        _TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variants=[FETCH]
+        _TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variants=(FETCH,)
     ),
     "claims-doubt": Evaluation(
         _TASKS, 25, "claims", (0.15,), lambda seed: DOUBTING, variants=DOUBTS
@@ -200,6 +221,24 @@ EVALUATIONS = {
         "claims",
         (256, 128, 64),
         lambda seed: EPISODES,
+    ),
+    "claims-laprox": Evaluation(
+        tuple(f"solved:{family}" for family in FAMILIES),
+        50,
+        "claims",
+        (128, 64, 32),
+        lambda seed: [UNIFIED, BY_HEAD, BY_ATTENTION],
+    ),
+    "claims-added": Evaluation(
+        _TASKS,
+        25,
+        "claims",
+        (0.35,),
+        lambda seed: [arm for pair in ADDED.items() for arm in pair],
+    ),
+    "claims-long": Evaluation(LONG, 25, "claims", (0.35,), lambda seed: LAGGED),
+    "claims-packed": Evaluation(
+        _TASKS, 25, "claims", (0.15,), lambda seed: PACKED_ARMS, variants=PACKED
     ),
     # One token a round, as the paper's methods evict.
     **{
@@ -289,10 +328,9 @@ def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in only or of.policies(seed)]
     command += [f"--steering={coefficient}" for coefficient in of.steering]
-    if of.variants:
-        command += ["--daemon-flag=kv_tier_bytes=1GiB"]
-    for variant in of.variants:
-        command += ["--with", ",".join(f"{name}={value}" for name, value in variant.items())]
+    command += ["--daemon-flag=kv_tier_bytes=1GiB"] if of.variants else []
+    for fields in of.variants:
+        command += ["--with", ",".join(f"{field}={value}" for field, value in fields.items())]
     process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
     status = process.wait()
     if status != 0:
