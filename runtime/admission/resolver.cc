@@ -556,9 +556,16 @@ void Resolver::ResolveTier(int64_t longest, const KvLayout& layout) {
                                                   ": ask for ", kTierPage, " at least"));
   }
   if (!(asked.doubt >= 0 && std::isfinite(asked.doubt))) {
-    violations_.Add("kv.tier.doubt", absl::StrCat("must be at least 0, is ", asked.doubt));
+    violations_.Add("kv.tier.doubt",
+                    absl::StrCat("must be a finite number, at least 0, is ", asked.doubt));
   } else if (asked.doubt > 0 && asked.fetch == 0) {
     violations_.Add("kv.tier.doubt", "nothing is fetched in doubt: kv.tier.fetch is 0");
+  }
+  const std::vector<LayerFacts>& layers = admission_.manifest().layers;
+  if (asked.fetch > 0 && std::all_of(layers.begin(), layers.end(),
+                                     [](const LayerFacts& of) { return of.window.has_value(); })) {
+    violations_.Add("kv.tier.fetch",
+                    "layers with a window fetch nothing, and all of this model's have one");
   }
   if (asked.tokens == 0) return;
   if (!admission_.limits().turns_keys) {

@@ -364,8 +364,13 @@ void Executor::LookAgain(absl::Span<StepItem> items) {
     again.back().row = std::ssize(again) - 1;
   }
   if (again.empty()) return;
+  std::vector<ReadSlots> reads;  // a step counts once
+  for (const StepItem& item : again) reads.push_back(item.sequence->reads);
   cpu_->Run(absl::MakeSpan(again));
-  for (size_t i = 0; i < again.size(); ++i) *in_doubt[i] = std::move(again[i]);
+  for (size_t i = 0; i < again.size(); ++i) {
+    again[i].sequence->reads = reads[i];
+    *in_doubt[i] = std::move(again[i]);
+  }
 }
 
 absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {

@@ -34,8 +34,9 @@ enum class PositionMode {
 struct TierOptions {
   int64_t tokens = 0;  // that it holds, of each keep decision
   int64_t fetch = 0;   // of these, that each new token attends to besides the lanes, at most
-  // Not 0: those tokens alone of whose next token the entropy is above so many nats. A step that
-  // finds it so runs a second time.
+  // Not 0: those decoded tokens alone of whose next token the entropy is above so many nats. A step
+  // that finds it so runs a second time. The prompt's last token, which gives the first of the
+  // output, never does.
   double doubt = 0;
   std::optional<GuardRule> guard;  // what is asked for comes back to the lanes
   TierDType dtype = TierDType::kPool;

@@ -127,7 +127,7 @@ struct OpenSequence {
   std::optional<PageIndex> pages;
   ReadSlots reads;
   std::unique_ptr<SequenceTier> tier;  // of Request::tier, or null
-  int64_t doubted_steps = 0;
+  int64_t doubted_steps = 0;           // of which a second run was kept: TierOptions::doubt
   // Scratch of the layer that runs, kept from step to step.
   std::vector<std::vector<float>> decode_logits;  // AttentionItem::logits, by WorkItem::ahead
   // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8

@@ -178,27 +178,78 @@ TEST_P(Tiers, StepsInDoubtRunAgain) {
   EXPECT_LT(again, kForced - (kRoomy - kShort));
 }
 
-// With the least doubt each step attends to the tier, as without that limit; with the most, none.
-TEST_P(Tiers, DoubtIsBetweenAlwaysAndNever) {
-  EngineHarness harness = Harness(Roomy());
-  const RequestOptions plain =
-      WithPolicy(Scoring(harness.manifest(), kShort, kForced, 5), policy(), kRoomy);
+// All but how many steps ran twice.
+void ExpectAlike(const Transcript& got, const Transcript& wanted) {
+  EXPECT_EQ(got.logprobs, wanted.logprobs);
+  const KvUsage &a = got.finished->kv, &b = wanted.finished->kv;
+  EXPECT_EQ(a.kept, b.kept);
+  EXPECT_EQ(a.rounds, b.rounds);
+  EXPECT_EQ(a.evicted_entries, b.evicted_entries);
+  EXPECT_EQ(a.peak_entries, b.peak_entries);
+  EXPECT_EQ(a.tier.demoted, b.tier.demoted);
+  EXPECT_EQ(a.tier.recalled, b.tier.recalled);
+  EXPECT_EQ(a.tier.fetched, b.tier.fetched);
+  EXPECT_EQ(a.reads.read, b.reads.read);
+  EXPECT_EQ(a.reads.cached, b.reads.cached);
+}
+
+// With the least doubt each step attends to the tier, and leaves what it leaves without that limit;
+// with the most, none does.
+void ExpectDoubtBetweenAlwaysAndNever(EngineHarness& harness, const RequestOptions& plain) {
   auto run = [&](int64_t fetch, double doubt) {
-    RequestOptions options = WithTier(plain, 1000, fetch);
-    options.output.logprobs = true;
+    RequestOptions options = plain;
+    options.kv.tier.tokens = 1000;
+    options.kv.tier.fetch = fetch;
     options.kv.tier.doubt = doubt;
+    options.output.logprobs = options.output.kept = true;
     Transcript transcript = harness.Run(options);
     EXPECT_TRUE(transcript.ok()) << transcript.finished->status;
     return transcript;
   };
   const Transcript always = run(1000, 1e-30), never = run(1000, 1e9);
-  EXPECT_EQ(always.logprobs, run(1000, 0).logprobs);
-  EXPECT_EQ(never.logprobs, run(0, 0).logprobs);
+  ExpectAlike(always, run(1000, 0));
+  ExpectAlike(never, run(0, 0));
   EXPECT_NE(always.logprobs, never.logprobs);
   EXPECT_GT(always.finished->kv.tier.doubted_steps, 0);
   EXPECT_EQ(never.finished->kv.tier.doubted_steps, 0);
   EXPECT_EQ(never.finished->kv.tier.fetched, 0);
 }
+
+TEST_P(Tiers, DoubtIsBetweenAlwaysAndNever) {
+  EngineHarness harness = Harness(Roomy());
+  RequestOptions plain =
+      WithPolicy(Scoring(harness.manifest(), kShort, kForced, 5), policy(), kRoomy);
+  for (const PositionMode positions : {PositionMode::kAbsolute, PositionMode::kCompact}) {
+    plain.kv.positions = positions;
+    ExpectDoubtBetweenAlwaysAndNever(harness, plain);
+  }
+}
+
+// (model, policy): of those that measure something in each forward, of which the first leaves
+// nothing.
+using Measuring = EveryPolicy;
+
+TEST_P(Measuring, DoubtIsBetweenAlwaysAndNever) {
+  EngineHarness harness = Harness(Roomy());
+  ExpectDoubtBetweenAlwaysAndNever(
+      harness, WithPolicy(Scoring(harness.manifest(), kShort, kForced, 5), policy(), kRoomy));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, Measuring,
+    ::testing::Combine(
+        ::testing::Values("gqa"),
+        ::testing::ValuesIn(std::vector<PolicyCase>{
+            {"snapkv", "snapkv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
+            {"expected_attention", "expected_attention", {{"slack", int64_t{7}}}},
+            {"infokv", "infokv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
+            {"skipkv", "skipkv", {{"slack", int64_t{7}}}},
+            {"kvzap", "kvzap", {{"slack", int64_t{7}}}},
+            {"epikv_flat", "epikv_flat", {}},
+            {"epikv_forecast", "epikv_forecast", {{"slack", int64_t{7}}}},
+            {"rkv", "rkv", {{"slack", int64_t{7}}}},
+            {"tova", "tova", {}}})),
+    CaseName);
 
 // Beside others, in memory or in a file, in several completions: what is fetched is its own.
 TEST_P(Tiers, DoNotDependOnNeighbours) {
@@ -219,9 +270,11 @@ TEST_P(Tiers, DoNotDependOnNeighbours) {
     options.completions = 2;
     options = WithTier(WithPolicy(std::move(options), policy(), kBudget), 60, 32);
     options.kv.tier.doubt = doubt;
-    if (beside) {
-      harness.Submit(
-          WithTier(WithPolicy(Scoring(harness.manifest(), 90, 30, 9), policy(), kBudget), 100, 16));
+    if (beside) {  // in doubt at other steps, and so in the same second forwards now and then
+      RequestOptions other =
+          WithTier(WithPolicy(Scoring(harness.manifest(), 90, 30, 9), policy(), kBudget), 100, 16);
+      other.kv.tier.doubt = doubt;
+      harness.Submit(std::move(other));
       harness.Submit(Scoring(harness.manifest(), 50, 50, 4));
     }
     Transcript transcript = harness.Run(options);
@@ -265,6 +318,13 @@ class Guards : public EveryPolicy {
     return options;
   }
 };
+
+// The guard's queries and the second run's go their own ways.
+TEST_P(Guards, DoubtIsBetweenAlwaysAndNever) {
+  EngineHarness harness = Harness(Roomy());
+  ExpectDoubtBetweenAlwaysAndNever(
+      harness, Guarded(Scoring(harness.manifest(), kShort, kForced, 5), 60, 8));
+}
 
 // What comes back is attended to as if it had never gone.
 TEST_P(Guards, StepsAreAttentionOverWhatIsKeptAndCameBack) {

@@ -46,7 +46,7 @@ class KvGuard:
 class KvTier:
     tokens: int
     fetch: int
-    doubt: float  # nats; 0: they are fetched without any
+    doubt: float  # nats; 0: fetched at each step
     dtype: str  # "unspecified" is as they were cached; "int8", "int4"
     guard: KvGuard | None
 

@@ -346,6 +346,8 @@ uint32_t KvGroups(const v1::KvOptions& kv) {
     groups |= kProtection;
   }
   if (kv.bypass_prefix_cache()) groups |= kPrefixCache;
+  if (kv.has_tier()) groups |= kTier;
+  if (kv.read_tokens() > 0) groups |= kReading;
   return groups;
 }
 
@@ -439,6 +441,8 @@ std::string GroupNames(uint32_t groups) {
   if (groups & kProtection) names.push_back("protection");
   if (groups & kPrefixCache) names.push_back("prefix cache");
   if (groups & kSteered) names.push_back("steering");
+  if (groups & kTier) names.push_back("tier");
+  if (groups & kReading) names.push_back("what is read");
   return absl::StrJoin(names, ", ");
 }
 
@@ -464,6 +468,7 @@ v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm) {
     kv.clear_equal_protection();
     kv.clear_thinking();
   }
+  if (groups & kTier) kv.clear_tier();
   kv.MergeFrom(arm);  // what is left is scalar, and set by both or by one
   return kv;
 }

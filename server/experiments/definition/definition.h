@@ -63,6 +63,8 @@ enum OptionGroup : uint32_t {
   kProtection = 4,  // all that says what no policy may evict
   kPrefixCache = 8,
   kSteered = 16,
+  kTier = 32,
+  kReading = 64,  // read_tokens
 };
 uint32_t GroupsOf(const v1::Arm& arm);
 // Names of groups, for people: "policy and budget".

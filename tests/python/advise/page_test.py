@@ -12,7 +12,7 @@ from epikv.cli import options
 from epikv.cli.generate import command as generate
 from epikv.eval.plan import Arm, Settings
 
-DOUBTING = {"tier_tokens": 1280, "tier_fetch": 640, "tier_doubt": 0.001}
+DOUBTING = {"tier_tokens": 1048576, "tier_fetch": 640, "tier_doubt": 0.0012345678}
 
 
 @pytest.mark.parametrize("more", [{}, DOUBTING, {"read_tokens": 64}])

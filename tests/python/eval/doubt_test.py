@@ -1,10 +1,19 @@
 """Needles of the page of claims: where a fact stands, and when rounds come."""
 
+import numpy as np
 from epikv.eval import requests
 from epikv.eval.results import Record
 from epikv.eval.tasks import load
 from epikv.sample.families import problem
-from epikv_lab.sample.doubt import DOUBT, NEEDLES, PERIOD, doubts, found_needles, needles
+from epikv_lab.sample.doubt import (
+    DOUBT,
+    NEEDLES,
+    PERIOD,
+    doubts,
+    found_needles,
+    needles,
+    same_phases,
+)
 from epikv_lab.sample.measure import DOUBTING, EVALUATIONS, scores_of
 from epikv_lab.sample.scores import Score
 
@@ -38,7 +47,7 @@ def test_what_is_kept_has_each_part() -> None:
 
 
 def test_nothing_is_told_before_it_is_run() -> None:
-    assert doubts({}) == found_needles({}) == "Not yet run."
+    assert doubts({}, {}) == found_needles({}) == "Not yet run."
 
 
 def test_steps_that_ran_twice_are_told_beside_what_they_gain() -> None:
@@ -51,8 +60,22 @@ def test_steps_that_ran_twice_are_told_beside_what_they_gain() -> None:
             (" tier_tokens=1280 tier_fetch=1280 tier_doubt=0.001", "11", 0.05),
         )
     ]
-    row = doubts({"seed6": found}).splitlines()[2].strip("| ").split(" | ")
+    at_each = [Score("t", "15%", "epikv_forecast tier_tokens=1280 tier_fetch=48", "11" * 20)]
+    told = doubts({"seed6": found}, {"seed6": at_each, "not here": found}).splitlines()
+    row = told[2].strip("| ").split(" | ")
     assert row[0] == "`epikv_forecast`"
-    assert row[3:5] == ["+0.00 [+0.00, +0.00]", "1.0%"]
-    assert row[6].startswith("+0.50 [") and row[7] == "5.0%"
+    assert row[3:5] == ["+0.00 [+0.00, +0.00]", "1.0% (1.0% to 1.0%)"]
+    assert row[6].startswith("+0.50 [") and row[7] == "5.0% (5.0% to 5.0%)"
+    assert row[8].startswith("1.00 [")
+    assert told[3].endswith("| not run |")
     assert DOUBT in EVALUATIONS
+
+
+def test_phases_matter_where_they_do() -> None:
+    phases, quarters = np.arange(320) % PERIOD, np.arange(320) // 80
+    early = (phases < 4).astype(float)
+    assert same_phases(early, phases, quarters) < 0.001
+    assert same_phases(quarters / 4, phases, quarters) == 1, "what a quarter explains is no phase's"
+    chance = np.random.default_rng(1).integers(0, 2, (40, 320)).astype(float)
+    ps = [same_phases(shares, phases, quarters) for shares in chance[:10]]
+    assert min(ps) > 0.005

@@ -64,7 +64,7 @@ def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
     for name, value in arm.params.items():
         words += ["--param", f"{name}={json.dumps(value)}"]
     for name, value in (arm.kv or {}).items():
-        words += [f"--{name.replace('_', '-')}", f"{value:g}"]
+        words += [f"--{name.replace('_', '-')}", str(value)]
     if settings.equal_protection:
         words.append("--equal-protection")
     return shlex.join([*words, "--temperature", "0"])
@@ -341,7 +341,7 @@ def _facts(advice: Advice) -> dict[str, Any]:
 
 def _below(arm: Arm) -> str:
     tokens = (arm.kv or {}).get("tier_tokens", 0)
-    return f", and a tier of {tokens:g} tokens below it" if tokens else ""
+    return f" in the KV pool, and a tier of {tokens} tokens below it" if tokens else ""
 
 
 def _arm(arms: Sequence[Arm], at: Candidate) -> Arm:

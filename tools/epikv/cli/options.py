@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -170,7 +171,8 @@ _KV = (
         type=click.FloatRange(min=0),
         default=0.0,
         metavar="NATS",
-        help="By those tokens alone whose next token's entropy is above so many nats; default: by each.",
+        help="Fetch from the tier only where the next token's entropy is above so many nats; such a step runs twice."
+        " Default: at each step.",
     ),
     click.option(
         "--tier-bits",
@@ -206,13 +208,24 @@ class KvFields(click.ParamType):
         fields: dict[str, float] = {}
         for text in value.split(","):
             name, _, number = text.partition("=")
-            try:
-                fields[name] = float(number) if name == "tier_doubt" else int(number)
-            except ValueError:
-                name = ""
-            if name not in self.KNOWN:
+            read = _fraction if name == "tier_doubt" else _whole
+            found = read(number) if name in self.KNOWN else None
+            if found is None:
                 self.fail(f"'{text}' is not FIELD=N; fields: {', '.join(self.KNOWN)}", param, ctx)
+            fields[name] = found
         return fields
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _fraction(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if isfinite(number) and number >= 0 else None
 
 
 packets = click.option(

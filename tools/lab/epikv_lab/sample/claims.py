@@ -132,7 +132,7 @@ def parts() -> dict[str, Callable[[], str]]:
             scores_of(GUARDING_ONE), (*GUARDED, RANDOM), GUARD_OF_ONE, "25%", "50%"
         ),
         "far-claims": lambda: beneath(scores_of(FETCHING), FAR, FETCH, "15%", "25%"),
-        "doubt-claims": lambda: doubts(scores_of(DOUBT)),
+        "doubt-claims": lambda: doubts(scores_of(DOUBT), scores_of(FETCHING)),
         "needle-claims": lambda: found_needles(scores_of(NEEDLES)),
         "packed-claims": lambda: packed(with_tier()),
         "added-claims": lambda: table(scores_of(ADDING), ADDITIONS),

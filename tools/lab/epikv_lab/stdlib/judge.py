@@ -60,9 +60,8 @@ class Cost:
     same: int  # places whose likeliest token is full's
     known: int  # far places whose word is full's likeliest
     kept: int  # of these, that are the arm's likeliest, too
-    twice: int = (
-        0  # steps of all that are forced through that ran a second time, with tokens of a tier
-    )
+    # Steps, of all that are forced through, that ran a second time, with tokens of a tier.
+    twice: int = 0
 
 
 def usable(catalog: Iterable[Policy]) -> tuple[str, ...]:
