@@ -3,6 +3,7 @@
 namespace epikv {
 
 extern const PolicySpec kAttentionHsProduct;
+extern const PolicySpec kCake;
 extern const PolicySpec kCur;
 extern const PolicySpec kDbtrimkv;
 extern const PolicySpec kDefensiveKv;
@@ -58,6 +59,7 @@ extern const PolicySpec kVase;
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
       &kAttentionHsProduct,  //
+      &kCake,                //
       &kCur,                 //
       &kDbtrimkv,            //
       &kDefensiveKv,         //
