@@ -20,6 +20,7 @@ extern const PolicySpec kEpikvSeg;
 extern const PolicySpec kExpectedAttention;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
+extern const PolicySpec kHeadkv;
 extern const PolicySpec kInfokv;
 extern const PolicySpec kKeydiff;
 extern const PolicySpec kKnorm;
@@ -76,6 +77,7 @@ PolicyCatalog AllPolicies() {
       &kExpectedAttention,   //
       &kFull,                //
       &kH2o,                 //
+      &kHeadkv,              //
       &kInfokv,              //
       &kKeydiff,             //
       &kKnorm,               //

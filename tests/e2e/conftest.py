@@ -88,6 +88,7 @@ def _calibrate(sample_model: Path, directory: Path, text_folder: Path) -> None:
         ("dms", [*quick, "--window", "64"]),
         ("epicache", []),
         ("epikv_forecast", []),
+        ("headkv", []),
         ("kvzap", ["--instruction", ""]),
         ("trimkv", [*quick, "--width", "8"]),
     ):

@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "policies/registry.h"
 #include "policies/scored_policy.h"
+#include "tests/fixtures/artefacts.h"
 #include "tests/fixtures/fake_sequence.h"
 #include "tests/fixtures/ragged_policy.h"
 
@@ -218,6 +219,13 @@ TEST_P(EvictingPolicyContract, OneUnprotectedTokenIsEnough) {
   const auto allocator = options.params.find("allocator");
   if (allocator != options.params.end() && allocator->second != ParamValue("uniform")) {
     GTEST_SKIP() << "its lanes are not alike";
+  }
+  if (options.spec->lane_budgets != nullptr) {
+    const ModelShape shape = WithArtefacts(options.shape, {&options.spec, 1});
+    const Params params = ResolveParams(*options.spec, options.params, shape).params;
+    for (const int64_t budget : options.spec->lane_budgets(params, shape, kBudget)) {
+      if (budget != kBudget) GTEST_SKIP() << "its lanes have budgets of their own";
+    }
   }
   FakeSequence sequence(options, World(3));
   if (sequence.traits().rounds_every > 0) GTEST_SKIP() << "it drops what it likes";

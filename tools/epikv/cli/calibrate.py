@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.cli import calibrate_epicache, calibrate_flat, calibrate_gates, calibrate_packet
+from epikv.cli import (
+    calibrate_epicache,
+    calibrate_flat,
+    calibrate_gates,
+    calibrate_heads,
+    calibrate_packet,
+)
 from epikv.cli import calibrate_sources as sources
 from epikv.installing import pip_install
 
@@ -30,6 +36,8 @@ group.add_command(calibrate_flat.command)
 group.add_command(calibrate_epicache.command)
 for _gates in ("trimkv", "dbtrimkv", "dms", "kvzap", "epikv_forecast"):
     group.add_command(getattr(calibrate_gates, _gates))
+for _heads in calibrate_heads.COMMANDS:
+    group.add_command(_heads)
 group.add_command(calibrate_packet.command)
 
 

@@ -19,6 +19,7 @@ SHIPPED = "artefacts"  # of a model's folder: what takes long to make, and what 
 # What `epikv calibrate` makes an artefact of when it is asked for, and what it is told.
 CALIBRATED: dict[str, tuple[str, ...]] = {
     "epikv_probe": ("--after", THINK),
+    "headkv": (),
     # Away from checking what was just found.
     STEERING: ("--mark=check", "--sentence-end=.", f"--begin={THINK}", f"--end={END_THINK}"),
     "thinkv_tbe": (),

@@ -195,7 +195,22 @@ def _artefacts(model: Path) -> Path:
         data = {"layer": len(manifest.layers) // 2, "weights": weights, "by_age": ages}
         artefacts.write(probe, "epikv_probe", manifest, data=data, made_with={"tokens": 0})
     _gates(model, folder)
+    _profiles(model, folder)
     return folder
+
+
+def _profiles(model: Path, folder: Path) -> None:
+    """Of heads that are alike: lanes with equal budgets cost as much as any."""
+    from epikv.calibrate import artefacts
+    from epikv.export import load
+
+    files = {policy: folder / f"{policy}.json" for policy in ("headkv",)}
+    if all(file.exists() for file in files.values()):
+        return
+    _, manifest, _ = load(model)
+    data = {"scores": [[1.0] * manifest.num_kv_heads for _ in manifest.layers]}
+    for policy, file in files.items():
+        artefacts.write(file, policy, manifest, data=data, made_with={"tokens": 0})
 
 
 def _gates(model: Path, folder: Path) -> None:
