@@ -8,6 +8,7 @@ extern const PolicySpec kCur;
 extern const PolicySpec kDbtrimkv;
 extern const PolicySpec kDefensiveKv;
 extern const PolicySpec kDms;
+extern const PolicySpec kDuoAttention;
 extern const PolicySpec kEpicache;
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
@@ -65,6 +66,7 @@ PolicyCatalog AllPolicies() {
       &kDbtrimkv,            //
       &kDefensiveKv,         //
       &kDms,                 //
+      &kDuoAttention,        //
       &kEpicache,            //
       &kEpikvBandAdaptive,   //
       &kEpikvFlat,           //

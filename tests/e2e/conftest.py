@@ -86,6 +86,7 @@ def _calibrate(sample_model: Path, directory: Path, text_folder: Path) -> None:
     for policy, more in (
         ("dbtrimkv", [*quick, "--width", "8"]),
         ("dms", [*quick, "--window", "64"]),
+        ("duo_attention", []),
         ("epicache", []),
         ("epikv_forecast", []),
         ("headkv", []),

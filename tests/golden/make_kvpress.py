@@ -16,6 +16,7 @@ from unittest import mock
 
 import draws
 import kvpress
+import numpy
 import torch
 from torch import Tensor
 from world import (
@@ -368,8 +369,64 @@ def tova() -> list[dict[str, Any]]:
     return runs
 
 
+def duo_attention() -> list[dict[str, Any]]:
+    """It lets nobody see what streaming heads would have dropped, and drops nothing in the others:
+    so these runs end where the others reach their budgets."""
+    runs = []
+    shape = Shape(layers=3)
+    for seed, slack, sparsity, streaming in ((1, 0, 0.5, 3), (2, 3, 2 / 3, 4)):
+        scores = numpy.random.default_rng(seed).uniform(size=(shape.layers, shape.kv_heads))
+        budget, sinks, recent = 24, 4, 8
+        press = kvpress.DuoAttentionPress(head_compression_ratio=sparsity)
+        pattern = (sinks, recent, scores)
+        given = staticmethod(lambda _, pattern=pattern: pattern)
+        with mock.patch.object(kvpress.DuoAttentionPress, "load_attention_pattern", given):
+            press.post_init_from_model(SimpleNamespace(device="cpu"))
+        of_others = budget + streaming * (budget - sinks - recent) // (6 - streaming)
+        budgets = [
+            sinks + recent if streams else of_others
+            for streams in press.streaming_mask.flatten().tolist()
+        ]
+        assert sum(budgets) == budget * len(budgets)
+
+        def chooser(_: list[Tensor], lanes: list[list[int]], press: Any = press) -> list[list[int]]:
+            newest = max(map(max, lanes))
+            dropped = []
+            for layer in range(shape.layers):
+                config = SimpleNamespace(_attn_implementation="sdpa")
+                module = SimpleNamespace(config=config, layer_idx=layer)
+                keys = torch.zeros(1, shape.kv_heads, newest + 1, shape.width)
+                press.compress(module, None, keys, keys, None, {})
+                _, heads, tokens = module.masked_key_indices
+                for head in range(shape.kv_heads):
+                    hidden = set(tokens[heads == head].tolist())
+                    lane = lanes[layer * shape.kv_heads + head]
+                    dropped.append([token for token in lane if token in hidden])
+            return dropped
+
+        def alike(round_: Round) -> list[Tensor]:
+            return [[torch.zeros(len(lane)) for lane in layer] for layer in round_.index]  # type: ignore[misc]
+
+        setting = Setting(
+            seed=seed,
+            budget=budget,
+            prompt_tokens=6,
+            tokens=of_others,
+            slack=slack,
+            sinks=sinks,
+            recent=recent,
+            params={"sparsity": sparsity, "slack": slack},
+            shape=shape,
+            budgets=budgets,
+        )
+        found = play(reference_of(press), alike, setting, chooser=chooser)
+        runs.append({**found, "artefact": {"scores": scores.tolist()}})
+    return runs
+
+
 # Of `snapkv`: make_attention.py, and of `cur`: make_vase.py, for other code has a part in them.
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "duo_attention": duo_attention,
     "expected_attention": expected_attention,
     "keydiff": keydiff,
     "knorm": knorm,

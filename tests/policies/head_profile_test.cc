@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "policies/registry.h"
 
 namespace epikv {
 namespace head_profile_test {
@@ -40,6 +41,26 @@ TEST(HeadProfile, BudgetsAreInProportionAboveTheLeastAndSumExactly) {
       EXPECT_NEAR(static_cast<double>(budgets[i]), 13 + share, 1) << i;
     }
   }
+}
+
+std::vector<int64_t> DuoBudgets(absl::string_view scores, double sparsity) {
+  const PolicySpec& spec = *FindPolicy(AllPolicies(), "duo_attention");
+  ModelShape shape = kShape;
+  shape.artefacts["duo_attention"] = *ReadHeadProfile({.json = scores, .arrays = {}}, shape);
+  const ResolvedParams resolved = ResolveParams(spec, {{"sparsity", sparsity}}, shape);
+  EXPECT_TRUE(resolved.violations.empty());
+  return spec.lane_budgets(resolved.params, shape, 100);
+}
+
+TEST(DuoAttention, HeadsThatLookUpLeastStream) {
+  EXPECT_THAT(DuoBudgets(R"({"scores": [[4, 1], [2, 3]]})", 0.5), ElementsAre(150, 50, 50, 150));
+  // Of equal heads the earlier.
+  EXPECT_THAT(DuoBudgets(R"({"scores": [[1, 1], [1, 1]]})", 0.25), ElementsAre(50, 117, 116, 117));
+}
+
+TEST(DuoAttention, OneHeadKeepsMore) {
+  EXPECT_THAT(DuoBudgets(R"({"scores": [[4, 1], [2, 3]]})", 1), ElementsAre(250, 50, 50, 50));
+  EXPECT_THAT(DuoBudgets(R"({"scores": [[4, 1], [2, 3]]})", 0), ElementsAre(100, 100, 100, 100));
 }
 
 }  // namespace head_profile_test

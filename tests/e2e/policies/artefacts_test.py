@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 
 def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Path) -> None:
-    measured = ("epikv_probe", "headkv", "thinkv_tbe", "triattention")
+    measured = ("duo_attention", "epikv_probe", "headkv", "thinkv_tbe", "triattention")
     trained = ("dbtrimkv", "dms", "epikv_forecast", "kvzap", "trimkv")
     for name in (*measured, *trained):
         policy = client.policy(name)

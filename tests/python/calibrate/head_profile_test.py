@@ -1,4 +1,4 @@
-"""`epikv calibrate headkv`: what counts as looked up, and what comes out."""
+"""`epikv calibrate headkv` and `duo_attention`: what counts as looked up, and what comes out."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def calibrate(policy: str, model: Path, text: Path, out: Path, *more: str) -> Re
     return CliRunner().invoke(main, command)
 
 
-@pytest.mark.parametrize("policy", ["headkv"])
+@pytest.mark.parametrize("policy", ["headkv", "duo_attention"])
 def test_writes_what_the_policy_reads(policy: str, path: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("a b c a c b a b b a c a b c c a " * 3)

@@ -1,4 +1,4 @@
-"""How much of what a model says each head looks up far back, for headkv.
+"""How much of what a model says each head looks up far back, for headkv and duo_attention.
 
 A head looks a token up where it attends most to an earlier occurrence of the very token that comes
 next. Its score is the share of tokens that it looks up, of those that have been said far back: the

@@ -1,4 +1,4 @@
-"""`epikv calibrate headkv`: how much each head looks up far back."""
+"""`epikv calibrate headkv` and `duo_attention`: how much each head looks up far back."""
 
 from pathlib import Path
 
@@ -30,7 +30,9 @@ def _command(policy: str) -> click.Command:
         length: int,
         gap: int,
     ) -> None:
-        """Measure how much of what MODEL says each of its heads looks up far back."""
+        """Measure how much of what MODEL says each of its heads looks up far back.
+
+        headkv and duo_attention take the same scores, each from a file of its own."""
         source = sources.load_texts(model, texts, tasks, problems, length)
         from epikv.calibrate import artefacts
         from epikv.calibrate import head_profile as calibration
@@ -57,4 +59,4 @@ def _command(policy: str) -> click.Command:
     return command
 
 
-COMMANDS = [_command(policy) for policy in ("headkv",)]
+COMMANDS = [_command(policy) for policy in ("headkv", "duo_attention")]

@@ -18,6 +18,7 @@ STEERING = "steering"
 SHIPPED = "artefacts"  # of a model's folder: what takes long to make, and what is loaded as it is
 # What `epikv calibrate` makes an artefact of when it is asked for, and what it is told.
 CALIBRATED: dict[str, tuple[str, ...]] = {
+    "duo_attention": (),
     "epikv_probe": ("--after", THINK),
     "headkv": (),
     # Away from checking what was just found.

@@ -204,7 +204,7 @@ def _profiles(model: Path, folder: Path) -> None:
     from epikv.calibrate import artefacts
     from epikv.export import load
 
-    files = {policy: folder / f"{policy}.json" for policy in ("headkv",)}
+    files = {policy: folder / f"{policy}.json" for policy in ("duo_attention", "headkv")}
     if all(file.exists() for file in files.values()):
         return
     _, manifest, _ = load(model)
