@@ -237,18 +237,17 @@ TEST_P(Measuring, DoubtIsBetweenAlwaysAndNever) {
 
 INSTANTIATE_TEST_SUITE_P(
     Models, Measuring,
-    ::testing::Combine(
-        ::testing::Values("gqa"),
-        ::testing::ValuesIn(std::vector<PolicyCase>{
-            {"snapkv", "snapkv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
-            {"expected_attention", "expected_attention", {{"slack", int64_t{7}}}},
-            {"infokv", "infokv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
-            {"skipkv", "skipkv", {{"slack", int64_t{7}}}},
-            {"kvzap", "kvzap", {{"slack", int64_t{7}}}},
-            {"epikv_flat", "epikv_flat", {}},
-            {"epikv_forecast", "epikv_forecast", {{"slack", int64_t{7}}}},
-            {"rkv", "rkv", {{"slack", int64_t{7}}}},
-            {"tova", "tova", {}}})),
+    ::testing::Combine(::testing::Values("gqa"),
+                       ::testing::ValuesIn(std::vector<PolicyCase>{
+                           {"snapkv", "snapkv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
+                           {"expected_attention", "expected_attention", {{"slack", int64_t{7}}}},
+                           {"infokv", "infokv", {{"window", int64_t{8}}, {"slack", int64_t{7}}}},
+                           {"skipkv", "skipkv", {{"slack", int64_t{7}}}},
+                           {"kvzap", "kvzap", {{"slack", int64_t{7}}}},
+                           {"epikv_flat", "epikv_flat", {}},
+                           {"epikv_forecast", "epikv_forecast", {{"slack", int64_t{7}}}},
+                           {"rkv", "rkv", {{"slack", int64_t{7}}}},
+                           {"tova", "tova", {}}})),
     CaseName);
 
 // Beside others, in memory or in a file, in several completions: what is fetched is its own.
@@ -322,8 +321,8 @@ class Guards : public EveryPolicy {
 // The guard's queries and the second run's go their own ways.
 TEST_P(Guards, DoubtIsBetweenAlwaysAndNever) {
   EngineHarness harness = Harness(Roomy());
-  ExpectDoubtBetweenAlwaysAndNever(
-      harness, Guarded(Scoring(harness.manifest(), kShort, kForced, 5), 60, 8));
+  ExpectDoubtBetweenAlwaysAndNever(harness,
+                                   Guarded(Scoring(harness.manifest(), kShort, kForced, 5), 60, 8));
 }
 
 // What comes back is attended to as if it had never gone.

@@ -157,7 +157,9 @@ def test_doubt_that_cannot_be_is_refused(daemon: Daemon) -> None:
     with daemon.client() as client:
         for doubt in (-1.0, math.nan, math.inf):
             kv = Kv("sliding", 48, tier_tokens=100, tier_fetch=100, tier_doubt=doubt)
-            with pytest.raises(RpcError, match="kv.tier.doubt: must be a finite number, at least 0"):
+            with pytest.raises(
+                RpcError, match="kv.tier.doubt: must be a finite number, at least 0"
+            ):
                 client.generate_once([5] * 40, kv=kv, stop=Stop(1))
         with pytest.raises(RpcError, match="kv.tier.fetch is 0"):
             client.generate_once([5] * 40, kv=Kv("sliding", 48, tier_doubt=1.0), stop=Stop(1))

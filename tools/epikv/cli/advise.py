@@ -101,7 +101,9 @@ def command(model: Path, names: tuple[str, ...], traffic: Path | None, **given: 
     """
     if (traffic is None) == (not names):
         raise click.UsageError("give --task or --traffic: problems to measure on")
-    below = any(name.startswith("tier_") or name == "guard" for of in given["variants"] for name in of)
+    below = any(
+        name.startswith("tier_") or name == "guard" for of in given["variants"] for name in of
+    )
     if below and not any("kv_tier_bytes" in flag for flag in given["flags"]):
         raise click.UsageError("a tier needs --daemon-flag kv_tier_bytes=BYTES")
     sys.exit(_advise(model=model, names=names, traffic=traffic, **given))

@@ -133,7 +133,9 @@ def same_phases(shares: Array, phases: Array, quarters: Array) -> float:
         return float((np.bincount(shuffled, beside, PERIOD) ** 2 / counts).sum())
 
     draw = np.random.default_rng(0)
-    wider = sum(scatter(draw.permutation(phases)) >= scatter(phases) - 1e-12 for _ in range(SHUFFLES))
+    wider = sum(
+        scatter(draw.permutation(phases)) >= scatter(phases) - 1e-12 for _ in range(SHUFFLES)
+    )
     return (1 + wider) / (1 + SHUFFLES)
 
 
