@@ -62,10 +62,10 @@ def test_tables_are_written_between_the_marks(
     monkeypatch.setattr(experiment_power, "simulated", lambda *_: rows)
     page = tmp_path / "page.md"
     page.write_text(f"a\n{experiment_power.BEGIN}old\n{experiment_power.END}b\n")
-    done = CliRunner().invoke(experiment_power.command, ["--write", str(page)])
+    done = CliRunner().invoke(experiment_power.main, ["--write", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text()
     assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text
     page.write_text("nothing")
-    done = CliRunner().invoke(experiment_power.command, ["--write", str(page)])
+    done = CliRunner().invoke(experiment_power.main, ["--write", str(page)])
     assert done.exit_code == 1 and "has no marks" in done.output

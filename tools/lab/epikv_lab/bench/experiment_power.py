@@ -41,7 +41,7 @@ Row = dict[str, Any]
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="experiment_power; default: of the build tree, built first.",
 )
-def command(experiments: int, page: Path | None, program: Path | None) -> None:
+def main(experiments: int, page: Path | None, program: Path | None) -> None:
     """Print or write tables of the users that experiments need."""
     told = tables(simulated(experiments, program), experiments)
     if page is None:
@@ -114,4 +114,4 @@ def _time(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    command()
+    main()
