@@ -107,7 +107,9 @@ def costs() -> dict[str, Cost]:
         if row.startswith("| `"):
             name, _, _, shares, reserved, room = (cell.strip(" `") for cell in row.split("|")[1:-1])
             less, more = (int(count) - int(room) for count in reserved.split(" / "))
-            share = float(shares.split(" / ")[1].rstrip("%")) / 100
+            # Of one over its target, that is said behind it.
+            late = shares.split(" / ")[1].split()[0]
+            share = float(late.rstrip("%")) / 100
             found[name] = Cost(share, (less, more))
     return found
 
