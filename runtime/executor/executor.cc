@@ -323,7 +323,6 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   std::vector<StepItem> step;
   step.reserve(items.size());
   for (const WorkItem& work : items) {
-    if (!mass_of_.has_value() && MassDue(*open_.at(work.id), work)) mass_of_ = work.id;
     step.push_back(PrepareOne(work));
   }
   return step;
@@ -346,7 +345,8 @@ StepItem Executor::PrepareOne(const WorkItem& work) {
                       work.first + item.num_rows())) {
     item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
   }
-  if (mass_of_ == work.id && MassDue(*item.sequence, work)) {
+  if (mass_of_.value_or(work.id) == work.id && MassDue(*item.sequence, work)) {
+    mass_of_ = work.id;
     mass_rows_.Resize(item.used);
     item.measures_mass = true;
   }

@@ -272,5 +272,21 @@ TEST(BudgetTokens, IsNeverMoreThanTheRequestHas) {
   EXPECT_EQ(BudgetTokens(kv, 100), 7);
 }
 
+// An arm's tier replaces the request's whole: what it leaves out is not the request's.
+TEST(Overridden, AnArmsTierIsItsOwn) {
+  v1::KvOptions asked, arm;
+  asked.mutable_tier()->set_tokens(64);
+  asked.mutable_tier()->set_fetch(64);
+  asked.mutable_tier()->set_doubt(0.5);
+  asked.set_read_tokens(48);
+  arm.mutable_tier()->set_tokens(128);
+  arm.mutable_tier()->set_fetch(32);
+  const v1::KvOptions kv = Overridden(asked, arm);
+  EXPECT_EQ(kv.tier().tokens(), 128u);
+  EXPECT_EQ(kv.tier().fetch(), 32u);
+  EXPECT_EQ(kv.tier().doubt(), 0);
+  EXPECT_EQ(kv.read_tokens(), 48u) << "the arm says nothing of it";
+}
+
 }  // namespace experiment_definition_test
 }  // namespace epikv

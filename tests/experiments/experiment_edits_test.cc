@@ -120,6 +120,23 @@ TEST(Started, RefusesArmsThatAnotherLayerSets) {
   EXPECT_TRUE(experiments.Start(other).ok());
 }
 
+TEST(Started, RefusesATierOrAReadingThatAnotherLayerSets) {
+  for (const bool tier : {true, false}) {
+    Experiments experiments;
+    auto set = [&](v1::Experiment draft) {
+      draft.mutable_arms(1)->clear_kv();
+      v1::KvOptions& kv = *draft.mutable_arms(1)->mutable_kv();
+      tier ? kv.mutable_tier()->set_tokens(64) : kv.set_read_tokens(64);
+      return draft;
+    };
+    ASSERT_TRUE(experiments.Start(set(Draft("a"))).ok());
+    const absl::Status conflict = experiments.Start(set(Draft("b", 1000, "second")));
+    EXPECT_EQ(ReasonOf(conflict), "ARMS_CONFLICT");
+    EXPECT_THAT(std::string(conflict.message()), HasSubstr(tier ? "tier" : "what is read"));
+    EXPECT_TRUE(experiments.Start(Draft("c", 1000, "second")).ok());
+  }
+}
+
 TEST(Started, NeedsToKnowWhatDecides) {
   v1::Experiment draft = Draft("a");
   draft.clear_primary_metric();

@@ -225,6 +225,14 @@ TEST_P(Tiers, DoubtIsBetweenAlwaysAndNever) {
   }
 }
 
+// A step that runs twice counts once in what is read of the lanes.
+TEST_P(Tiers, DoubtIsBetweenAlwaysAndNeverWhereAPartIsRead) {
+  EngineHarness harness = Harness(Roomy());
+  RequestOptions plain = WithPolicy(Scoring(harness.manifest(), 30, 100, 5), policy(), 80);
+  plain.kv.read_tokens = 48;
+  ExpectDoubtBetweenAlwaysAndNever(harness, plain);
+}
+
 // (model, policy): of those that measure something in each forward, of which the first leaves
 // nothing.
 using Measuring = EveryPolicy;

@@ -70,6 +70,21 @@ TEST_F(AdmissionTest, CompactPositionsAndWindowsExcludePoliciesThatReadQueries) 
   Accept(admission, options);
 }
 
+// What is demoted lies further back than any window.
+TEST_F(AdmissionTest, WhereAllLayersHaveWindowsNothingIsFetched) {
+  Manifest manifest = FakeManifest(kContext);
+  for (LayerFacts& layer : manifest.layers) layer.window = 64;
+  RequestOptions options = Ask(10, 100, "by_chunk", 64);
+  options.kv.tier = {.tokens = 32, .fetch = 32};
+  AdmissionLimits limits = Limits();
+  limits.tier_capacity_bytes = 1 << 20;
+  const Rejection rejection = Refuse(Admission(manifest, EveryKindOfPolicy(), limits), options);
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.tier.fetch"));
+  EXPECT_THAT(rejection.message, HasSubstr("all of this model's have one"));
+  manifest.layers[0].window.reset();
+  Accept(Admission(manifest, EveryKindOfPolicy(), limits), options);
+}
+
 TEST_F(AdmissionTest, RanksForPositionsReserveALayersKeysBeside) {
   RequestOptions options = Ask(10, 100, "by_chunk", 64);
   const KvDemand absolute = Accept(options).demand;

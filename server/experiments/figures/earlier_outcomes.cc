@@ -15,12 +15,12 @@ bool Declares(const v1::Experiment& experiment, const EarlierOutcomes& wanted) {
 
 }  // namespace
 
-absl::StatusOr<EarlierOutcomes> ReadEarlierOutcomes(const v1::Experiment& experiment, Store& store,
+absl::StatusOr<EarlierOutcomes> ReadEarlierOutcomes(const v1::Experiment& experiment,
+                                                    absl::Span<const std::string> metrics,
+                                                    Store& store,
                                                     const std::function<bool()>& cancelled) {
   EarlierOutcomes earlier;
-  for (const v1::Metric& metric : experiment.metrics()) {
-    if (metric.covariate() == v1::Metric::COVARIATE_EARLIER) earlier[metric.name()];
-  }
+  for (const std::string& metric : metrics) earlier[metric];
   if (earlier.empty()) return earlier;
   const absl::StatusOr<Definitions> all = store.Experiments();
   if (!all.ok()) return all.status();

@@ -8,6 +8,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "epikv/v1/experiment.pb.h"
 #include "server/experiments/store/store.h"
 
@@ -34,13 +35,15 @@ class EarlierMeans {
   absl::flat_hash_map<uint64_t, Sum> sums_;
 };
 
-// What units showed before an experiment started, by metric: of its metrics whose covariate is
-// COVARIATE_EARLIER, the outcomes that were received by then. They are of other experiments in the
+// What units showed before an experiment started, of these metrics: the outcomes that were
+// received by then. They are of other experiments in the
 // store, whose salt is another: with the same salt the arms of then would be those of now. Requests
 // that were forced, or that named no unit, are left out. Blocks. cancelled: see ReportOptions.
 // Errors: those of Store::ReadRequests; kCancelled.
 using EarlierOutcomes = std::map<std::string, EarlierMeans, std::less<>>;
-absl::StatusOr<EarlierOutcomes> ReadEarlierOutcomes(const v1::Experiment& experiment, Store& store,
+absl::StatusOr<EarlierOutcomes> ReadEarlierOutcomes(const v1::Experiment& experiment,
+                                                    absl::Span<const std::string> metrics,
+                                                    Store& store,
                                                     const std::function<bool()>& cancelled);
 
 }  // namespace epikv

@@ -89,7 +89,7 @@ class ReportMaker {
     if (absl::Status status = ReadParties(); !status.ok()) return status;
     report_.set_blocked(Blocked(report_));
     absl::StatusOr<EarlierOutcomes> earlier =
-        ReadEarlierOutcomes(experiment_, store_, options_.cancelled);
+        ReadEarlierOutcomes(experiment_, WithEarlier(), store_, options_.cancelled);
     if (!earlier.ok()) return earlier.status();
     earlier_ = *std::move(earlier);
     // Two populations, the coverage, and one more in each division.
@@ -184,6 +184,16 @@ class ReportMaker {
       const Owner owner = {.arm = *arm, .unit = static_cast<uint64_t>(window.window)};
       for (const auto& part : parts) part->Add(owner, window);
     }
+  }
+  // Of those that are measured: a look at guardrails alone reads no more than they need.
+  std::vector<std::string> WithEarlier() const {
+    std::vector<std::string> metrics;
+    for (const Measure& measure : measures_) {
+      if (measure.metric.covariate() == v1::Metric::COVARIATE_EARLIER) {
+        metrics.push_back(measure.metric.name());
+      }
+    }
+    return metrics;
   }
   const EarlierMeans* EarlierOf(const Measure& measure) const {
     const auto found = earlier_.find(measure.metric.name());

@@ -9,6 +9,7 @@ import fake_epikvd
 import pytest
 from command_line import run
 from epikv.cli import main
+from epikv.cli.options import KvFields
 from epikv.options import ROLES
 from epikv.v1 import generation_pb2
 
@@ -185,3 +186,19 @@ def test_score_policies_and_models(fake: fake_epikvd.Fake) -> None:
     )
     assert "fake" in run("models", "--server", fake.address).stdout
     assert run("cancel", "r1", "--server", fake.address).exit_code == 0
+
+
+def test_fields_that_are_varied_are_read() -> None:
+    read = KvFields().convert("tier_tokens=200,tier_fetch=32,tier_doubt=0.001", None, None)
+    assert read == {"tier_tokens": 200, "tier_fetch": 32, "tier_doubt": 0.001}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tier_tokens=-5", "tier_tokens=1_000", "tier_tokens=1.5", "guard=", "tier_tokens"]
+    + [f"tier_doubt={number}" for number in ("nan", "inf", "-1", "much")]
+    + ["budget=5", ""],
+)
+def test_fields_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not FIELD=N; fields: tier_tokens"):
+        KvFields().convert(text, None, None)

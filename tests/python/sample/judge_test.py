@@ -185,7 +185,9 @@ def test_a_table_has_who_costs_least_first(
 
 def test_steps_that_ran_twice_have_a_column_where_there_are_some() -> None:
     plain = judge.Cost("a", "random", 8, 4, 4.0, 3.0, 1.0, 3, 0, 0)
-    twice = replace(plain, arm="random tier_doubt=1.0", kl=0.5, twice=round(judge.FORCED / 8))
+    twice = replace(
+        plain, arm="random tier_doubt=1.0", kl=0.5, doubted_steps=round(judge.FORCED / 8)
+    )
     assert "steps run twice" not in judge.table([plain])
     lines = [line for line in judge.table([plain, twice]).splitlines() if line.startswith("|")]
     assert lines[0].endswith("| steps run twice |") and lines[1].count("---|") == 7

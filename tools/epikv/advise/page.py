@@ -18,7 +18,6 @@ from epikv.eval.plots import COLOURS, MARKERS, OTHERS
 from epikv.experiment.markup import Html, element
 from epikv.experiment.page import style
 from epikv.messages import Model
-from epikv.options import Kv
 from epikv.stats import Estimate, wilson
 from epikv.v1 import experiment_pb2
 
@@ -73,8 +72,7 @@ def command(arms: Sequence[Arm], settings: Settings, at: Candidate) -> str:
 def experiment(model: Model, arms: Sequence[Arm], settings: Settings, at: Candidate) -> Any:
     """The definition that compares what is advised with the full cache on real traffic."""
     arm = _arm(arms, at)
-    more: dict[str, Any] = dict(arm.kv or {})
-    kv = Kv(arm.policy, at.budget, arm.params, equal_protection=settings.equal_protection, **more)
+    kv = arm.at(at.budget, settings.equal_protection)
     made = experiment_pb2.Experiment(
         name="advised",
         hypothesis=f"{arm.policy} at {at.budget} tokens is as good as the full cache.",

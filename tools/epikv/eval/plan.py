@@ -23,7 +23,7 @@ from epikv.eval.items import Item, Probe, Question
 from epikv.eval.results import Key
 from epikv.eval.tasks import axis
 from epikv.messages import Model, Policy
-from epikv.options import parse_param
+from epikv.options import Kv, parse_param
 
 FORMAT = "epikv.eval/1"
 FULL, ORACLE, RANDOM, FROZEN = "full", "oracle", "random", "random:frozen=true"
@@ -40,6 +40,11 @@ class Arm:
     slack: int  # in `params`, too, but for `full`
     steering: float | None = None  # coefficient; None: not steered
     kv: Mapping[str, float] | None = None  # more fields of Kv; None: none
+
+    def at(self, budget: int, equal_protection: bool = True) -> Kv:
+        """What a request asks for that runs it."""
+        more: dict[str, Any] = dict(self.kv or {})
+        return Kv(self.policy, budget, self.params, equal_protection=equal_protection, **more)
 
     def facts(self) -> dict[str, Any]:
         """What the plan says of it. Steering and fields of Kv are told where there are some: plans

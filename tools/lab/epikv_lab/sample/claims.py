@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from epikv.eval.plan import FULL, RANDOM
-from epikv.stats import Estimate, difference, wilson
+from epikv.stats import Estimate, difference
 
 from epikv_lab.sample.doubt import DOUBT, NEEDLES, doubts, found_needles
 from epikv_lab.sample.measure import (
@@ -39,7 +39,15 @@ from epikv_lab.sample.measure import (
 from epikv_lab.sample.packets import ALONE, RANDOM_ROWS, TRAINED, TURN, UNREAD
 from epikv_lab.sample.packets import NAME as PACKETS
 from epikv_lab.sample.reproduction import verdict
-from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
+from epikv_lab.sample.scores import (
+    NOT_RUN,
+    Score,
+    budgets_of,
+    share,
+    signed,
+    solved,
+    table_row,
+)
 
 PAGE = MODELS.parent / "lab" / "CLAIMS.md"
 NEAR = 0.05  # as good as another: at worst so much below it
@@ -194,7 +202,7 @@ def cells(scores: Scores) -> str:
     lines = [table_row("policy", *budgets), table_row(*["---"] * (len(budgets) + 1))]
     for arm in dict.fromkeys(score.arm for score in pooled):
         faults = {score.fault for score in pooled if score.arm == arm and score.fault}
-        told = [_share(solved(pooled, arm, budget)) for budget in budgets]
+        told = [share(solved(pooled, arm, budget)) for budget in budgets]
         lines.append(table_row(f"`{arm}`" + (" (refused in part)" if faults else ""), *told))
     return "\n".join([*lines, "", _count(scores)])
 
@@ -229,7 +237,7 @@ def beneath(
         tiered = solved(pooled, varied(arm, fields), less)
         at_less, at_more = solved(pooled, arm, less), solved(pooled, arm, more)
         gains = [signed(difference(tiered, plain)) for plain in (at_less, at_more)]
-        row = _share(at_less), _share(tiered), gains[0], _share(at_more), gains[1]
+        row = share(at_less), share(tiered), gains[0], share(at_more), gains[1]
         lines.append(table_row(f"`{arm}`", *row))
     return "\n".join([*lines, "", f"The tier: {told}. {_count(scores)}"])
 
@@ -256,10 +264,10 @@ def packed(scores: Scores) -> str:
     ]
     for arm in PACKED_ARMS:
         whole = solved(pooled, varied(arm, FETCH), "15%")
-        row = [_share(solved(pooled, arm, "15%")), _share(whole)]
+        row = [share(solved(pooled, arm, "15%")), share(whole)]
         for fields in PACKED:
             hits = solved(pooled, varied(arm, fields), "15%")
-            row += [_share(hits), signed(difference(hits, whole))]
+            row += [share(hits), signed(difference(hits, whole))]
         lines.append(table_row(f"`{arm}`", *row))
     return "\n".join([*lines, "", f"Gains are over the tier as it was cached. {_count(scores)}"])
 
@@ -286,7 +294,7 @@ def packets(scores: Scores) -> str:
     for arm in (TURN, TRAINED, RANDOM_ROWS, ALONE, UNREAD):
         of_arm = [score for score in pooled if score.arm == arm]
         shares = [
-            _share([hit for score in of_arm if score.task == task for hit in score.hits])
+            share([hit for score in of_arm if score.task == task for hit in score.hits])
             for task in families
         ]
         right = f"{fmean(score.answers for score in of_arm):.2f}"
@@ -308,11 +316,11 @@ def _beside(scores: Scores, arms: Mapping[str, Sequence[str]]) -> str:
     ]
     for base, others in arms.items():
         plain, length = _solved(pooled, base, budget), _length(pooled, base)
-        lines.append(table_row(f"`{base}`", _share(plain), "", f"{length:.0f}", ""))
+        lines.append(table_row(f"`{base}`", share(plain), "", f"{length:.0f}", ""))
         for arm in others:
             hits, tokens = _solved(pooled, arm, budget), _length(pooled, arm)
             more = signed(difference(hits, plain))
-            cells = _share(hits), more, f"{tokens:.0f}", f"{tokens / length:.2f}"
+            cells = share(hits), more, f"{tokens:.0f}", f"{tokens / length:.2f}"
             lines.append(table_row(f"`{arm}`", *cells))
     return "\n".join([*lines, "", f"Budget {budget}. {_count(scores)}"])
 
@@ -337,16 +345,6 @@ def gain(claim: Claim, found: Sequence[Score], budget: str) -> Estimate:
             ours += more
             theirs += less
     return difference(ours, theirs)
-
-
-def signed(gain: Estimate) -> str:
-    """A difference and its interval."""
-    return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
-
-
-def _share(hits: Sequence[int]) -> str:
-    share = wilson(sum(hits), len(hits))
-    return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"
 
 
 def _count(scores: Scores) -> str:

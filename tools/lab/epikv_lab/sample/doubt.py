@@ -10,10 +10,18 @@ import numpy as np
 from epikv.eval.plan import FROZEN, FULL, ORACLE
 from epikv.sample.families import problem
 from epikv.sample.problem import Role
-from epikv.stats import difference, ratio, wilson
+from epikv.stats import difference, ratio
 
 from epikv_lab.sample.measure import DOUBTING, DOUBTS, EVALUATIONS, FETCH, SLACK, varied
-from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
+from epikv_lab.sample.scores import (
+    NOT_RUN,
+    Score,
+    budgets_of,
+    share,
+    signed,
+    solved,
+    table_row,
+)
 
 DOUBT, NEEDLES = "claims-doubt", "claims-needles"
 PERIOD = SLACK + 1  # tokens from one round to the next
@@ -32,14 +40,14 @@ class Needle:
     phase: int  # tokens since the last round, from 0
 
 
-def needles(count: int, split: str, share: float) -> list[Needle]:
-    """Of the first so many ledgers, part by part. share: of the trace, which the budget holds beside the prompt."""
+def needles(count: int, split: str, kept: float) -> list[Needle]:
+    """Of the first so many ledgers, part by part. kept: share of the trace that the budget holds beside the prompt."""
     found = []
     for number in range(count):
         task = problem(f"{split}/{number}", "ledger")
         trace = task.trace_tokens
         told = {t.name: at for at, t in enumerate(trace) if t.role == Role.DEFINITION}
-        room = round(share * len(trace))
+        room = round(kept * len(trace))
         for name in task.answers:
             at = told[name]
             found.append(Needle(len(QUARTERS) * at // len(trace), (at - room) % PERIOD))
@@ -60,17 +68,16 @@ def doubts(scores: Scores, fetching: Scores) -> str:
     at_each = [score for seed, found in fetching.items() if seed in scores for score in found]
     for arm in DOUBTING:
         plain = solved(pooled, arm, budget)
-        cells = [_share(plain)]
+        cells = [share(plain)]
         for variant in DOUBTS:
             name = varied(arm, variant)
             with_tier = solved(pooled, name, budget)
             gain = difference(with_tier, plain)
             twice = [score.doubted for score in pooled if score.arm == name]
-            told = f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
             of_cells = f"{fmean(twice):.1%} ({min(twice):.1%} to {max(twice):.1%})"
-            cells += [_share(with_tier), told, of_cells]
+            cells += [share(with_tier), signed(gain), of_cells]
         fetched = solved(at_each, varied(arm, FETCH), budget)
-        cells.append(_share(fetched) if fetched else "not run")
+        cells.append(share(fetched) if fetched else "not run")
         lines.append(table_row(f"`{arm}`", *cells))
     count = len(solved(pooled, DOUBTING[0], budget))
     note = (
@@ -85,8 +92,8 @@ def found_needles(scores: Scores) -> str:
     if not scores:
         return NOT_RUN
     of = EVALUATIONS[NEEDLES]
-    [share] = of.budgets
-    facts = needles(of.problems, of.split, share)
+    [kept] = of.budgets
+    facts = needles(of.problems, of.split, kept)
     [variant] = of.variants
     arms = [FULL, ORACLE, FROZEN, *(arm for a in DOUBTING for arm in (a, varied(a, variant)))]
     titles = [
@@ -137,8 +144,3 @@ def same_phases(shares: Array, phases: Array, quarters: Array) -> float:
         scatter(draw.permutation(phases)) >= scatter(phases) - 1e-12 for _ in range(SHUFFLES)
     )
     return (1 + wider) / (1 + SHUFFLES)
-
-
-def _share(hits: Sequence[int]) -> str:
-    share = wilson(sum(hits), len(hits))
-    return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"

@@ -13,7 +13,7 @@ from epikv.eval.plan import FULL
 from epikv.stats import Estimate, difference, ratio
 
 from epikv_lab.sample import claims, epikv_claims
-from epikv_lab.sample.claims import Claim, Scores, gain, having, judge, signed
+from epikv_lab.sample.claims import Claim, Scores, gain, having, judge
 from epikv_lab.sample.epikv_claims import LAG_OVER_FLAT, LAG_OVER_RAAS, LAG_OVER_RKV, costs
 from epikv_lab.sample.measure import (
     EVALUATIONS,
@@ -28,7 +28,14 @@ from epikv_lab.sample.measure import (
 )
 from epikv_lab.sample.packets import TRAINED, TURN
 from epikv_lab.sample.reproduction import reached, verdict
-from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
+from epikv_lab.sample.scores import (
+    NOT_RUN,
+    Score,
+    budgets_of,
+    signed,
+    solved,
+    table_row,
+)
 
 ROOT = MODELS.parents[1]
 BENCHMARKS = "docs/benchmarks.md"

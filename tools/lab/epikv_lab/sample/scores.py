@@ -9,6 +9,7 @@ from statistics import fmean
 
 from epikv.eval import results
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM, total
+from epikv.stats import Estimate, wilson
 
 NOT_RUN = "Not yet run."  # of a page, where nothing is kept yet
 
@@ -110,6 +111,17 @@ def budgets_of(found: Iterable[Score]) -> list[str]:
     """Those of `found`, largest first."""
     told = {score.budget for score in found if score.budget}
     return sorted(told, key=lambda budget: -float(budget.rstrip("%")))
+
+
+def share(hits: Sequence[int]) -> str:
+    """What is solved, with its interval."""
+    told = wilson(sum(hits), len(hits))
+    return f"{told.value:.2f} [{told.low:.2f}, {told.high:.2f}]"
+
+
+def signed(gain: Estimate) -> str:
+    """A difference and its interval."""
+    return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 
 def table_row(*cells: str) -> str:

@@ -14,7 +14,6 @@ from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import exp, log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from epikv.client import Client
@@ -61,7 +60,7 @@ class Cost:
     known: int  # far places whose word is full's likeliest
     kept: int  # of these, that are the arm's likeliest, too
     # Steps, of all that are forced through, that ran a second time, with tokens of a tier.
-    twice: int = 0
+    doubted_steps: int = 0
 
 
 def usable(catalog: Iterable[Policy]) -> tuple[str, ...]:
@@ -124,7 +123,7 @@ def cost(passage: Passage, arm: str, budget: int, said: ScoreResponse, full: Sco
         same=sum(likeliest[i] == of_full[i] for i in places),
         known=len(known),
         kept=sum(likeliest[i] == passage.forced[i] for i in known),
-        twice=said.summary.kv.doubted_steps if said.summary and said.summary.kv else 0,
+        doubted_steps=said.summary.kv.doubted_steps if said.summary and said.summary.kv else 0,
     )
 
 
@@ -219,8 +218,7 @@ def _held(
     of: tuple[Arm, int],
 ) -> Cost | None:
     arm, budget = of
-    more: dict[str, Any] = dict(arm.kv or {})
-    kv = Kv(arm.policy, budget, arm.params, equal_protection=True, **more)
+    kv = arm.at(budget)
     try:
         return cost(passage, arm.label, budget, _score(client, model, passage, kv), full)
     except InvalidRequest as error:
@@ -241,7 +239,10 @@ def table(found: Iterable[Cost]) -> str:
         by_budget.setdefault(each.budget, {}).setdefault(each.arm, {})[each.passage] = each
     lines = []
     twice = any(
-        each.twice for of in by_budget.values() for arm in of.values() for each in arm.values()
+        each.doubted_steps
+        for of in by_budget.values()
+        for arm in of.values()
+        for each in arm.values()
     )
     for budget in sorted(by_budget, reverse=True):
         arms = by_budget[budget]
@@ -297,7 +298,7 @@ def _row(arm: str, of: Sequence[Cost], control: Sequence[Cost] | None, twice: bo
     kept = ratio([each.kept for each in of], [each.known for each in of]) if words else None
     cells.append(f"{_shown(kept, 2)}, n = {words}" if kept else "none")
     if twice:
-        cells.append(f"{sum(each.twice for each in of) / (FORCED * len(of)):.1%}")
+        cells.append(f"{sum(each.doubted_steps for each in of) / (FORCED * len(of)):.1%}")
     return f"| {' | '.join(cells)} |"
 
 
