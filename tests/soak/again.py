@@ -5,6 +5,7 @@ from dataclasses import replace
 from calls import Outcome
 from cases import Behaviour, Case, Method, Request
 from epikv.v1 import generation_pb2
+from faults import EVICT_NOTHING
 
 
 def _read(case: Case, request: Request, method: Method | None = None) -> Case:
@@ -76,8 +77,10 @@ def scored(generated: Outcome) -> Case:
     wanted.policy = kv.policy
     wanted.policy_params.update(kv.policy_params or {})
     wanted.positions = first.kv.positions
-    if kv.policy != "full":
+    if kv.policy not in EVICT_NOTHING:
         wanted.max_tokens = kv.budget_tokens
+    elif kv.read_tokens:
+        wanted.max_tokens = kv.read_tokens
     wanted.protect_prompt = kv.protected_prompt_tokens > 0
     wanted.sink_tokens = kv.sink_tokens
     wanted.recent_tokens = kv.recent_tokens

@@ -18,8 +18,6 @@ Request: TypeAlias = generation_pb2.GenerateRequest | generation_pb2.ScoreReques
 PROBLEMS = 200  # of the sample model, of which prompts are taken
 DEFAULT_OUTPUT = 1024  # tokens, where none are asked for
 SHARED_IDS = 3  # request ids that several clients use at once
-# Signals of policies that refuse positions which change at every step.
-READ_AT_THEIR_POSITIONS = {"keys", "queries", "query_moments"}
 STOP_STRINGS = (":", "ok", "so $m", "done #3", " check 6", "7 .", "\u00e9\u4e16", "never said")
 TEMPERATURES = (0.0, 1e-38, 0.3, 0.7, 1.0, 2.0, 50.0, 3e38)
 
@@ -256,8 +254,9 @@ class _Maker:
             kv_pb2.POSITION_MODE_ABSOLUTE,
             kv_pb2.POSITION_MODE_COMPACT,
         ]
+        refused = {(option.field, option.value) for option in self._policy.incompatible_options}
         # One that is not calibrated does not say what it reads.
-        if name not in CALIBRATIONS and READ_AT_THEIR_POSITIONS.isdisjoint(self._policy.signals):
+        if name not in CALIBRATIONS and ("kv.positions", "POSITION_MODE_CACHE") not in refused:
             positions.append(kv_pb2.POSITION_MODE_CACHE)
         kv.positions = rng.choice(positions)
         if rng.random() < 0.15:

@@ -12,6 +12,7 @@ from epikv.errors import RpcError
 from epikv.messages import Accepted, Model, Policy, Summary
 from epikv.options import POSITIONS
 from epikv.v1 import generation_pb2
+from faults import EVICT_NOTHING
 from google.protobuf.json_format import MessageToDict
 
 INVALID, PRECONDITION, EXHAUSTED, UNAVAILABLE, CANCELLED = (
@@ -87,9 +88,10 @@ class Rules:
             same("prompt", accepted.prompt_tokens, len(case.request.token_ids.ids))
         total = accepted.prompt_tokens + accepted.max_output_tokens
         budget = total
-        if kv.policy != "full" and asked.HasField("max_tokens"):
+        evicts = kv.policy not in EVICT_NOTHING
+        if evicts and asked.HasField("max_tokens"):
             budget = asked.max_tokens
-        if kv.policy != "full" and asked.HasField("keep_ratio"):
+        if evicts and asked.HasField("keep_ratio"):
             budget = math.ceil(asked.keep_ratio * total * (1 - 1e-15))
         same("budget", kv.budget_tokens, budget)
         same("positions", POSITIONS[kv.positions], max(asked.positions, 1))

@@ -15,6 +15,7 @@ INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 RANGE = (grpc.StatusCode.OUT_OF_RANGE, *INVALID)  # the latter beside other faults
 
 # What a calibration would say to policies that this model has none for.
+EVICT_NOTHING = {"full", "quest"}  # the budget of quest is what a step reads
 CALIBRATIONS = {"thinkv_tbe": {"layers": [0, 1], "theta1": 0.3, "theta2": 0.6}}
 
 
@@ -43,7 +44,7 @@ def plant(
     """Spoils the request; what to send, and the faults in it."""
     if rng.random() < 0.1:
         return _no_message(rng, request)
-    evicts = bool(request.kv.policy) and policy.name != "full"
+    evicts = bool(request.kv.policy) and policy.name not in EVICT_NOTHING
     fitting = [
         fault
         for fault in FAULTS
