@@ -1,6 +1,7 @@
 """docs/experiments.md, pasted: each of its commands, one after another in one shell, for real."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -28,18 +29,17 @@ exec {python} -c 'from epikv.cli import main; main()' "$@"
 """
 
 
-def blocks() -> tuple[list[str], str, list[str]]:
-    """The section's commands, its application, and the commands of a switchback."""
-    _, _, section = (ROOT / "docs" / "experiments.md").read_text().partition("# Experiments\n")
-    parts = section.split("```")
-    switchback = parts[5].strip().replace("\\\n", "").splitlines()
-    return parts[1].strip().splitlines(), parts[3].removeprefix("python"), switchback
+MARK = "<!-- run by tests/e2e/pages/experimenting_test.py -->"
 
 
-def made_up() -> list[str]:
-    """The commands of "Without users yet"."""
-    _, _, section = (ROOT / "docs" / "experiments.md").read_text().partition("## Without users yet")
-    return section.split("```")[1].strip().splitlines()
+def blocks() -> tuple[list[str], str, list[str], list[str]]:
+    """The page's first commands, its application, a switchback's commands, made-up users'."""
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    found = re.findall(f"{re.escape(MARK)}\n```(?:python)?\n(.*?)\n```", page, re.DOTALL)
+    assert page.count(MARK) == len(found)
+    first, application, *more = found
+    switchback, made_up = (block.replace("\\\n", "").splitlines() for block in more)
+    return first.splitlines(), application, switchback, made_up
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def ports() -> dict[str, str]:
 @pytest.fixture
 def shell(sample_model: Path, tmp_path: Path, ports: dict[str, str]) -> Iterator[Shell]:
     shutil.copy(sample_model, tmp_path / "model.pt")
-    _, application, _ = blocks()
+    _, application, *_ = blocks()
     assert "127.0.0.1:50051" in application
     application = application.replace("50051", ports["listen"])
     (tmp_path / "app.py").write_text(application.replace('"..."', "[5] * 20"))
@@ -73,7 +73,7 @@ def shell(sample_model: Path, tmp_path: Path, ports: dict[str, str]) -> Iterator
 
 
 def test_pasting_it_leads_from_two_arms_to_a_report(shell: Shell, tmp_path: Path) -> None:
-    commands, _, _ = blocks()
+    commands, *_ = blocks()
     looked_at = []
     for command in commands:
         out = shell.ok(command)
@@ -93,7 +93,7 @@ def test_pasting_it_leads_from_two_arms_to_a_report(shell: Shell, tmp_path: Path
 
 
 def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
-    commands, _, switchback = blocks()
+    commands, _, switchback, _ = blocks()
     start = [
         command
         for command in commands
@@ -101,7 +101,7 @@ def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
     ]
     for command in start:
         shell.ok(command)
-    told = {command.split("#")[0].strip(): shell.ok(command) for command in switchback}
+    told = {line.split("#")[0].strip(): shell.ok(line) for line in switchback}
     plan, assign, report = (
         next(out for command, out in told.items() if command.startswith(f"epikv experiment {word}"))
         for word in ("plan", "assign", "report")
@@ -113,10 +113,10 @@ def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
 
 
 def test_pasting_made_up_users_leads_to_a_verdict(shell: Shell, tmp_path: Path) -> None:
-    commands, _, _ = blocks()
+    commands, *_, made_up = blocks()
     for command in commands[:3]:
         shell.ok(command)
-    for command in made_up():
+    for command in made_up:
         out = shell.ok(command)
         if "simulate" in command:
             assert "full" in out and "half" in out and "1" in out
@@ -131,8 +131,8 @@ def test_pasting_made_up_users_leads_to_a_verdict(shell: Shell, tmp_path: Path) 
 
 
 def test_what_cannot_be_simulated_is_told(shell: Shell, tmp_path: Path) -> None:
-    commands, _, _ = blocks()
-    for command in [*commands[:3], *made_up()[:3]]:
+    commands, *_, made_up = blocks()
+    for command in [*commands[:3], *made_up[:3]]:
         shell.ok(command)
     simulate = "epikv experiment simulate try"
     assert "does not run: epikv experiment start try" in shell.refused(simulate)
