@@ -101,6 +101,17 @@ EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
   return top + std::log(sum);
 }
 
+EPIKV_CLONES float EntropyOf(const float* x, int64_t n) {
+  const float top = Largest(x, n);
+  float sum = 0, weighed = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float below = x[i] - top, share = ExpNegative(below);
+    sum += share;
+    weighed += share * (below < -87.0f ? 0.0f : below);  // not 0 times -infinity
+  }
+  return std::log(sum) - weighed / sum;
+}
+
 // X: channels side by side, from `channel` on.
 template <class X>
 EPIKV_INLINE void BoundAt(const float* const* rows, int64_t n, int64_t channel, float* low,
@@ -179,6 +190,10 @@ EPIKV_CLONES float CountBelowMean(const float* logits, int64_t n, uint32_t* coun
 
 float LogSumExp(absl::Span<const float> x, float least) {
   return LogSumExpOf(x.data(), static_cast<int64_t>(x.size()), least);
+}
+
+float Entropy(absl::Span<const float> logits) {
+  return EntropyOf(logits.data(), static_cast<int64_t>(logits.size()));
 }
 
 void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const float* of_group,

@@ -5,8 +5,8 @@
 
 #include "absl/types/span.h"
 
-// Policies' inner loops over what a lane holds, compiled for the processor found at start-up.
-// Without torch.
+// Inner loops over what a lane holds, and over logits, compiled for the processor found at
+// start-up. Without torch.
 
 namespace epikv {
 
@@ -18,6 +18,10 @@ float CountBelowMean(const float* logits, int64_t n, uint32_t* count);
 // log(sum(exp(x))) of those of x that are at least `least`; NaN if one of x is, or is infinity, or
 // if none is above -infinity.
 float LogSumExp(absl::Span<const float> x, float least);
+
+// Entropy of softmax(logits), in nats; NaN if a logit is, or is infinity. Those that are -infinity
+// have no share. logits: [n], n > 0.
+float Entropy(absl::Span<const float> logits);
 
 // out[i] = of_group[index[i] / group_size]; index: from 0. [n]
 void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const float* of_group,

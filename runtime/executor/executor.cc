@@ -13,13 +13,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "policies/guarded_policy.h"
+#include "policies/loops.h"
 #include "policies/policy.h"
 #include "runtime/base/reason.h"
 #include "runtime/base/require.h"
 #include "runtime/executor/outputs.h"
 #include "runtime/executor/policy_calls.h"
 #include "runtime/executor/policy_view.h"
-#include "runtime/kernels/kernels.h"
 #include "runtime/kv/packet_rows.h"
 #include "runtime/model/model_contract.h"
 #include "runtime/model/model_shape.h"
@@ -83,7 +83,8 @@ bool InDoubt(const StepItem& item) {
       sequence.tier->empty()) {
     return false;
   }
-  return Entropy(item.logits.const_data_ptr<float>(), item.logits.size(1)) > doubt;
+  const auto vocab = static_cast<size_t>(item.logits.size(1));
+  return Entropy({item.logits.const_data_ptr<float>(), vocab}) > doubt;
 }
 
 // Bytes and entries that a pass holds beside its sequence's own.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
@@ -56,42 +55,6 @@ EPIKV_INLINE float Dot(const float* a, const float* b, int64_t width) {
 
 EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t width) {
   for (int64_t i = 0; i < width; ++i) acc[i] += factor * row[i];
-}
-
-// Logits that are looked at side by side.
-constexpr int64_t kSideBySide = 16;
-
-EPIKV_CLONES float LargestOf(const float* logits, int64_t n) {
-  float largest[kSideBySide];
-  std::fill_n(largest, kSideBySide, -INFINITY);
-  int64_t i = 0;
-  for (; i + kSideBySide <= n; i += kSideBySide) {
-    for (int64_t j = 0; j < kSideBySide; ++j) {
-      largest[j] = logits[i + j] > largest[j] ? logits[i + j] : largest[j];
-    }
-  }
-  for (; i < n; ++i) largest[0] = std::max(largest[0], logits[i]);
-  return *std::max_element(largest, largest + kSideBySide);
-}
-
-EPIKV_INLINE void AddToEntropy(float x, float* mass, float* weighed) {
-  const float share = ExpNegative(x);
-  *mass += share;
-  *weighed += share * (x < -87.0f ? 0.0f : x);
-}
-
-// Of x = logit - peak: the sums of exp(x), and of x exp(x).
-EPIKV_CLONES void SumsOfEntropy(const float* logits, int64_t n, float peak, float* sums) {
-  float mass[kSideBySide] = {}, weighed[kSideBySide] = {};
-  int64_t i = 0;
-  for (; i + kSideBySide <= n; i += kSideBySide) {
-    for (int64_t j = 0; j < kSideBySide; ++j) {
-      AddToEntropy(logits[i + j] - peak, &mass[j], &weighed[j]);
-    }
-  }
-  for (; i < n; ++i) AddToEntropy(logits[i] - peak, &mass[0], &weighed[0]);
-  sums[0] = std::accumulate(mass, mass + kSideBySide, 0.0f);
-  sums[1] = std::accumulate(weighed, weighed + kSideBySide, 0.0f);
 }
 
 // Where there is no better path, so that no width of it is known to the compiler. left: if not
@@ -600,12 +563,6 @@ float StepNorm(const void* now, const float* before, float* stored, int64_t widt
       return StepNormFloat16(static_cast<const Float16*>(now), before, stored, width);
   }
   return StepNormFloat(static_cast<const float*>(now), before, stored, width);
-}
-
-float Entropy(const float* logits, int64_t n) {
-  float sums[2];
-  SumsOfEntropy(logits, n, LargestOf(logits, n), sums);
-  return std::log(sums[0]) - sums[1] / sums[0];
 }
 
 void ToFloat(const void* in, float* out, int64_t width, DType dtype) {

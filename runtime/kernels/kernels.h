@@ -156,10 +156,6 @@ void SwiGlu(const void* gate, const void* up, void* out, int64_t count, DType dt
 // now: [width] elements; before, stored: [width] fp32.
 float StepNorm(const void* now, const float* before, float* stored, int64_t width, DType dtype);
 
-// Entropy of softmax(logits), in nats; NaN if a logit is, or is infinity. Those that are -infinity
-// have no share. logits: [n], n > 0.
-float Entropy(const float* logits, int64_t n);
-
 // Copies a row to fp32, and back to the nearest, ties to even.
 void ToFloat(const void* in, float* out, int64_t width, DType dtype);
 void FromFloat(const float* in, void* out, int64_t width, DType dtype);

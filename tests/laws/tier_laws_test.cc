@@ -16,7 +16,7 @@
 #include <tuple>
 #include <vector>
 
-#include "runtime/kernels/kernels.h"
+#include "policies/loops.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -139,7 +139,7 @@ TEST_P(Tiers, WhatIsOnlyKeptChangesNothing) {
 std::vector<double> Entropies(const std::vector<at::Tensor>& logits) {
   std::vector<double> entropies;
   for (const at::Tensor& of : logits) {
-    entropies.push_back(Entropy(of.const_data_ptr<float>(), of.numel()));
+    entropies.push_back(Entropy({of.const_data_ptr<float>(), static_cast<size_t>(of.numel())}));
   }
   return entropies;
 }

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "runtime/kernels/kernels.h"
+#include "policies/loops.h"
 
 namespace epikv {
 namespace entropy_test {
@@ -29,7 +29,7 @@ TEST(Entropy, IsThatOfTheSoftmax) {
     for (const float spread : {0.0f, 0.1f, 3.0f, 20.0f}) {
       std::vector<float> logits(n);
       for (float& logit : logits) logit = std::normal_distribution<float>(2, spread + 1e-6f)(draw);
-      EXPECT_NEAR(Entropy(logits.data(), n), Reference(logits), 2e-5 * std::log(n + 1.0))
+      EXPECT_NEAR(Entropy(logits), Reference(logits), 2e-5 * std::log(n + 1.0))
           << n << " tokens, " << spread;
     }
   }
@@ -38,13 +38,13 @@ TEST(Entropy, IsThatOfTheSoftmax) {
 TEST(Entropy, OfACertainTokenIsNothing) {
   std::vector<float> logits(40, -3.0f);
   logits[33] = 200;
-  EXPECT_EQ(Entropy(logits.data(), 40), 0);
+  EXPECT_EQ(Entropy(logits), 0);
 }
 
 TEST(Entropy, TokensThatCannotComeHaveNoShare) {
   std::vector<float> logits(50, -kInfinity);
   for (const int64_t at : {3, 20, 48, 49}) logits[at] = 7;
-  EXPECT_NEAR(Entropy(logits.data(), 50), std::log(4.0), 1e-6);
+  EXPECT_NEAR(Entropy(logits), std::log(4.0), 1e-6);
 }
 
 TEST(Entropy, OfWhatIsNoNumberIsNone) {
@@ -52,7 +52,7 @@ TEST(Entropy, OfWhatIsNoNumberIsNone) {
     for (const int64_t at : {0, 17, 49}) {
       std::vector<float> logits(50, 1);
       logits[at] = wrong;
-      EXPECT_TRUE(std::isnan(Entropy(logits.data(), 50))) << wrong << " at " << at;
+      EXPECT_TRUE(std::isnan(Entropy(logits))) << wrong << " at " << at;
     }
   }
 }
