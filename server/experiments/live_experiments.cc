@@ -76,12 +76,27 @@ struct Choice {
   bool forced = false;
 };
 
+// What arms replace of a request.
+struct Replaced {
+  v1::KvOptions kv;
+  std::optional<v1::Steering> steering;  // nullopt: the request's own stays
+};
+
+Replaced ReplacedBy(const std::vector<Choice>& choices, const v1::GenerateRequest& request) {
+  Replaced replaced{.kv = request.kv(), .steering = std::nullopt};
+  for (const Choice& choice : choices) {
+    replaced.kv = Overridden(replaced.kv, choice.arm.kv());
+    if (choice.arm.has_steering()) replaced.steering = choice.arm.steering();
+  }
+  return replaced;
+}
+
 void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment& assignment) {
   if (choices.empty()) return;
-  assignment.kv = subject.request.kv();
+  Replaced replaced = ReplacedBy(choices, subject.request);
+  assignment.kv = std::move(replaced.kv);
+  assignment.steering = std::move(replaced.steering);
   for (const Choice& choice : choices) {
-    assignment.kv = Overridden(assignment.kv, choice.arm.kv());
-    if (choice.arm.has_steering()) assignment.steering = choice.arm.steering();
     assignment.steers |= (GroupsOf(choice.experiment) & kSteered) != 0;
   }
   assignment.arm = absl::StrJoin(choices, ",", [](std::string* out, const Choice& choice) {
@@ -100,6 +115,38 @@ void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment&
     part.set_subgroup(SubgroupLabelOf(experiment, subject.request.labels()));
     assignment.parts.push_back(std::move(part));
   }
+}
+
+// Of the two arms of an experiment that has pairs.
+const v1::Arm& OtherArm(const v1::Experiment& experiment, const v1::Arm& arm) {
+  return experiment.arms(0).name() == arm.name() ? experiment.arms(1) : experiment.arms(0);
+}
+
+// Of the first experiment that has a pair of this request. Where an arm is forced there is none.
+std::optional<Pairing> PairingOf(const std::vector<Choice>& choices, const Subject& subject,
+                                 const std::vector<v1::RequestBegan::Part>& parts,
+                                 SeenUnits& seen) {
+  if (!subject.request.experiment().force_arm().empty()) return std::nullopt;
+  std::optional<Pairing> pairing;
+  for (size_t i = 0; i < choices.size(); ++i) {
+    const v1::Experiment& experiment = choices[i].experiment;
+    if (!experiment.has_pairs()) continue;
+    const uint64_t hash = PairHash(experiment, UnitOf(subject));
+    if (!HasPair(experiment, hash) || !seen.IsNew(hash)) continue;
+    if (!parts[i].exposed() || pairing.has_value()) continue;
+    const v1::Arm& other = OtherArm(experiment, choices[i].arm);
+    std::vector<Choice> instead;
+    for (const Choice& choice : choices) {
+      const bool is_paired = &choice == &choices[i];
+      instead.push_back({.experiment = choice.experiment, .arm = is_paired ? other : choice.arm});
+    }
+    Replaced replaced = ReplacedBy(instead, subject.request);
+    pairing = Pairing{.part = static_cast<int>(i),
+                      .arm = other.name(),
+                      .kv = std::move(replaced.kv),
+                      .steering = std::move(replaced.steering)};
+  }
+  return pairing;
 }
 
 }  // namespace
@@ -183,6 +230,7 @@ absl::StatusOr<Assignment> LiveExperiments::Assign(const Subject& subject) const
                                                    "'; write it as experiment/arm"));
   }
   Add(choices, subject, assignment);
+  assignment.pairing = PairingOf(choices, subject, assignment.parts, seen_);
   return assignment;
 }
 

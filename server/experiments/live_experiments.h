@@ -16,6 +16,7 @@
 #include "epikv/v1/generation.pb.h"
 #include "epikv/v1/steering.pb.h"
 #include "runtime/admission/admission.h"
+#include "server/experiments/seen_units.h"
 
 namespace epikv {
 
@@ -28,6 +29,15 @@ struct Subject {
   absl::Time began = {};
 };
 
+// What the other arm of an experiment would have made of a request, where both are to answer.
+struct Pairing {
+  int part = 0;     // of the experiment, in Assignment::parts
+  std::string arm;  // the other one
+  // In place of Assignment's.
+  v1::KvOptions kv;
+  std::optional<v1::Steering> steering;
+};
+
 // What experiments make of a request.
 struct Assignment {
   std::vector<v1::RequestBegan::Part> parts;  // none: it takes part in no experiment
@@ -36,6 +46,8 @@ struct Assignment {
   std::optional<v1::Steering> steering;  // nullopt: the arms leave the request's own
   bool steers = false;  // some arm of its experiments sets steering, of this request or of others
   std::string arm;      // "experiment/arm", joined by ","; or kNoArm
+  // nullopt: nobody else answers. One of several experiments at most has a pair of it.
+  std::optional<Pairing> pairing;
   // Experiments that its unit belongs to and that it is not eligible for, or does not want.
   std::vector<std::string> excluded;
 };
@@ -60,7 +72,8 @@ class LiveExperiments {
 
   std::shared_ptr<const std::vector<v1::Experiment>> running() const;
 
-  // The error, INVALID_ARGUMENT, is of a force_arm that does not run.
+  // The error, INVALID_ARGUMENT, is of a force_arm that does not run. Of a unit that has come
+  // lately there is no pairing: the same call again has none.
   absl::StatusOr<Assignment> Assign(const Subject& subject) const;
 
  private:
@@ -68,6 +81,7 @@ class LiveExperiments {
   // By name. Replaced whole, so that nobody waits for a reader.
   std::shared_ptr<const std::vector<v1::Experiment>> running_ ABSL_GUARDED_BY(mu_) =
       std::make_shared<const std::vector<v1::Experiment>>();
+  mutable SeenUnits seen_;  // by PairHash: units that have pairs
 };
 
 }  // namespace epikv

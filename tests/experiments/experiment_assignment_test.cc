@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/experiments/definition/definition.h"
 #include "server/experiments/live_experiments.h"
+#include "server/experiments/seen_units.h"
 
 // Which requests take part, with which arm, and what becomes of their options.
 
@@ -268,6 +269,92 @@ TEST_F(LiveExperimentsTest, RecordsOfALabelWhatSubgroupsName) {
   EXPECT_EQ(Assign()->parts.at(0).subgroup(), "free");
   (*request_.mutable_labels())["tier"] = "gold";
   EXPECT_EQ(Assign()->parts.at(0).subgroup(), "");
+}
+
+v1::Experiment WithPairs(v1::Experiment experiment, uint32_t permille = 1000) {
+  experiment.mutable_pairs()->set_permille(permille);
+  return experiment;
+}
+
+TEST_F(LiveExperimentsTest, BothArmsAnswerTheFirstRequestOfAUnit) {
+  live_.Set({WithPairs(TwoArms("e"))});
+  request_.mutable_kv()->set_sink_tokens(2);
+  int shown_lean = 0;
+  for (int i = 0; i < 40; ++i) {
+    request_.mutable_experiment()->set_unit_id(Unit(i));
+    const absl::StatusOr<Assignment> first = Assign();
+    ASSERT_TRUE(first->pairing.has_value());
+    const bool lean = first->arm == "e/lean";
+    shown_lean += lean;
+    EXPECT_EQ(first->pairing->arm, lean ? "full" : "lean");
+    EXPECT_EQ(first->pairing->part, 0);
+    EXPECT_EQ(first->kv.max_tokens(), lean ? 64u : 0u);
+    EXPECT_EQ(first->pairing->kv.max_tokens(), lean ? 0u : 64u);
+    EXPECT_EQ(first->pairing->kv.sink_tokens(), 2u) << "what no arm sets stays";
+    EXPECT_EQ(first->parts[0].pair_arm(), "") << "not before its other arm takes it";
+    EXPECT_FALSE(Assign()->pairing.has_value()) << "a later prompt may hold what an arm wrote";
+  }
+  EXPECT_GT(shown_lean, 5);
+  EXPECT_LT(shown_lean, 35);
+}
+
+TEST_F(LiveExperimentsTest, PairsAreDealtApartFromArms) {
+  live_.Set({WithPairs(TwoArms("e"), 300)});
+  std::map<std::string, int> units, pairs;
+  for (int i = 0; i < 4000; ++i) {
+    request_.mutable_experiment()->set_unit_id(Unit(i));
+    const absl::StatusOr<Assignment> assignment = Assign();
+    ++units[assignment->arm];
+    pairs[assignment->arm] += assignment->pairing.has_value();
+  }
+  for (const auto& [arm, count] : units) EXPECT_LT(std::abs(Sigmas(pairs[arm], count, .3)), 5);
+}
+
+TEST_F(LiveExperimentsTest, ARequestWithoutEvictionHasNoPairAndNorDoLaterOnes) {
+  live_.Set({WithPairs(TwoArms("e"))});
+  const auto assign = [&](int64_t output) {
+    return live_.Assign({.request = request_,
+                         .request_id = "r-1",
+                         .model = "sample",
+                         .prompt_tokens = 32,
+                         .max_output_tokens = output});
+  };
+  EXPECT_FALSE(assign(32)->pairing.has_value());
+  EXPECT_FALSE(assign(320)->pairing.has_value()) << "the unit's first request decides";
+}
+
+TEST_F(LiveExperimentsTest, AForcedArmHasNoPair) {
+  live_.Set({WithPairs(TwoArms("e")), TwoArms("other")});
+  request_.mutable_experiment()->set_force_arm("other/full");
+  EXPECT_FALSE(Assign()->pairing.has_value());
+  request_.mutable_experiment()->clear_force_arm();
+  EXPECT_TRUE(Assign()->pairing.has_value()) << "that request was of no unit's first";
+}
+
+TEST_F(LiveExperimentsTest, OneExperimentHasThePairAndOthersKeepTheirArm) {
+  v1::Experiment steered = WithPairs(TwoArms("steered"));
+  for (v1::Arm& arm : *steered.mutable_arms()) arm.clear_kv();
+  steered.mutable_arms(0)->mutable_steering()->set_coefficient(1);
+  steered.mutable_arms(1)->mutable_steering()->set_coefficient(2);
+  live_.Set({WithPairs(TwoArms("budget")), steered});
+  for (int i = 0; i < 20; ++i) {
+    request_.mutable_experiment()->set_unit_id(Unit(i));
+    const absl::StatusOr<Assignment> assignment = Assign();
+    ASSERT_TRUE(assignment->pairing.has_value());
+    EXPECT_EQ(assignment->parts.at(assignment->pairing->part).experiment(), "budget");
+    EXPECT_NE(assignment->pairing->kv.max_tokens(), assignment->kv.max_tokens());
+    EXPECT_EQ(assignment->pairing->steering->coefficient(), assignment->steering->coefficient());
+  }
+}
+
+TEST(SeenUnits, RemembersTheNewest) {
+  SeenUnits seen;
+  constexpr uint64_t kMany = 3 * SeenUnits::kRemembered;
+  for (uint64_t unit = 0; unit < kMany; ++unit) EXPECT_TRUE(seen.IsNew(unit));
+  for (uint64_t unit = kMany - SeenUnits::kRemembered; unit < kMany; ++unit) {
+    EXPECT_FALSE(seen.IsNew(unit));
+  }
+  EXPECT_TRUE(seen.IsNew(0)) << "it is bounded";
 }
 
 TEST_F(LiveExperimentsTest, ForcesAnArmWhateverTheHash) {

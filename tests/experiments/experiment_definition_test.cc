@@ -153,6 +153,28 @@ TEST(Redecides, IsAnotherCut) {
       Redecides(before, Sound(kSubgroups + std::string("subgroups { prompt_token_edges: 4096 }"))));
 }
 
+constexpr char kPairs[] = "pairs { permille: 250 }";
+
+TEST(Pairs, AreOfTwoArms) {
+  EXPECT_THAT(Faults(Sound(kPairs)), IsEmpty());
+  EXPECT_THAT(Faults(Sound(kPairs + std::string(kSubgroups))), IsEmpty());
+  const v1::Experiment three = Sound(kPairs + std::string(R"(arms { name: "x" })"));
+  EXPECT_THAT(Faults(three), Contains("experiment.pairs"));
+}
+
+INSTANTIATE_TEST_SUITE_P(OfPairs, DefinitionFault,
+                         testing::Values(Fault{"pairs {}", {"experiment.pairs.permille"}},
+                                         Fault{"pairs { permille: 1001 }",
+                                               {"experiment.pairs.permille"}}));
+
+TEST(Redecides, IsAnotherShareOfPairs) {
+  const v1::Experiment before = Sound(kPairs);
+  EXPECT_FALSE(Redecides(before, before));
+  EXPECT_TRUE(Redecides(before, Sound()));
+  EXPECT_TRUE(Redecides(Sound(), before));
+  EXPECT_TRUE(Redecides(before, Sound("pairs { permille: 251 }")));
+}
+
 constexpr char kSwitchback[] = R"(traffic_permille: 1000
   switchback { window { seconds: 300 } wash_out { seconds: 30 } }
 )";
@@ -197,6 +219,7 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{R"(eligibility { labels { key: "a" value: "b" } })",
               {"experiment.eligibility.labels"}},
         Fault{"subgroups { prompt_token_edges: 256 }", {"experiment.subgroups"}},
+        Fault{"pairs { permille: 1 }", {"experiment.pairs"}},
         Fault{R"(metrics { name: "score" covariate: COVARIATE_CLIENT })",
               {"experiment.metrics[1].covariate"}}));
 

@@ -190,6 +190,9 @@ TEST(Changed, LeavesWhatWasDecidedBeforeItStarted) {
   wanted.mutable_metrics(0)->set_tau(1);
   EXPECT_EQ(refused(wanted), "DECIDED");
   wanted = running;
+  wanted.mutable_pairs()->set_permille(1);
+  EXPECT_EQ(refused(wanted), "DECIDED");
+  wanted = running;
   wanted.add_metrics()->set_name("also");
   wanted.set_sample_ratio_explanation("one replica was away");
   EXPECT_EQ(refused(wanted), "");

@@ -30,9 +30,17 @@ uint32_t BucketOf(uint64_t hash) {
   return static_cast<uint32_t>(((hash >> 32) * kNumBuckets + low) >> 32);
 }
 
-// No salt has a slash, so layers and experiments hash apart.
+// No salt has a slash, so layers, pairs and experiments hash apart.
 uint32_t LayerBucket(absl::string_view layer, absl::string_view unit) {
   return BucketOf(UnitHash(absl::StrCat("layer/", layer), 0, unit));
+}
+
+uint64_t PairHash(const v1::Experiment& experiment, absl::string_view unit) {
+  return UnitHash(absl::StrCat("pairs/", experiment.salt()), experiment.bucket_version(), unit);
+}
+
+bool HasPair(const v1::Experiment& experiment, uint64_t pair_hash) {
+  return BucketOf(pair_hash) < experiment.pairs().permille() * kBucketsPerPermille;
 }
 
 const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit) {

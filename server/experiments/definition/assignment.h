@@ -24,6 +24,11 @@ uint32_t BucketOf(uint64_t hash);
 // Of a layer's units. One that is in the slice of an experiment is in no other's.
 uint32_t LayerBucket(absl::string_view layer, absl::string_view unit);
 
+// What deals pairs (Experiment.pairs) to units that take part: apart from what deals arms.
+uint64_t PairHash(const v1::Experiment& experiment, absl::string_view unit);
+// Whether a unit of this PairHash has a pair. False of an experiment that has none.
+bool HasPair(const v1::Experiment& experiment, uint64_t pair_hash);
+
 // The arm of a unit that takes part; null: it does not. Precondition: CheckDefinition found no
 // fault with the experiment, and its slice of the layer is set.
 const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit);

@@ -85,6 +85,7 @@ class Checker {
   void CheckTimes();
   void CheckSwitchback();
   void CheckSubgroups();
+  void CheckPairs();
   std::vector<FieldViolation> Take() { return std::move(violations_); }
 
  private:
@@ -334,6 +335,21 @@ void Checker::CheckSubgroups() {
   }
 }
 
+void Checker::CheckPairs() {
+  if (!experiment_.has_pairs()) return;
+  const uint32_t permille = experiment_.pairs().permille();
+  if (permille < 1 || permille > 1000) {
+    Violate("pairs.permille", absl::StrCat("must be from 1 to 1000, is ", permille));
+  }
+  if (experiment_.arms_size() != 2) {
+    Violate("pairs", absl::StrCat("are of exactly two arms, the control and one other; there are ",
+                                  experiment_.arms_size()));
+  }
+  if (experiment_.has_switchback()) {
+    Violate("pairs", "must be none: in a switchback no user has an arm");
+  }
+}
+
 uint32_t KvGroups(const v1::KvOptions& kv) {
   uint32_t groups = 0;
   if (!kv.policy().empty() || kv.has_policy_params() ||
@@ -400,6 +416,7 @@ std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment) {
   checker.CheckTimes();
   checker.CheckSwitchback();
   checker.CheckSubgroups();
+  checker.CheckPairs();
   return checker.Take();
 }
 
@@ -420,7 +437,9 @@ bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after) {
 
 bool Redecides(const v1::Experiment& before, const v1::Experiment& after) {
   if (before.alpha() != after.alpha() || before.primary_metric() != after.primary_metric() ||
-      !MessageDifferencer::Equals(before.subgroups(), after.subgroups())) {
+      !MessageDifferencer::Equals(before.subgroups(), after.subgroups()) ||
+      before.has_pairs() != after.has_pairs() ||
+      !MessageDifferencer::Equals(before.pairs(), after.pairs())) {
     return true;
   }
   return !std::all_of(before.metrics().begin(), before.metrics().end(), [&](const auto& metric) {

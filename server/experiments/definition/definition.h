@@ -52,8 +52,8 @@ std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment);
 // Units that took part in `before` could be in another arm, or in none, under `after`.
 bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after);
 
-// `after` decides otherwise: alpha, the primary metric, how a metric that was declared is read, or
-// subgroups.
+// `after` decides otherwise: alpha, the primary metric, how a metric that was declared is read,
+// subgroups, or pairs.
 bool Redecides(const v1::Experiment& before, const v1::Experiment& after);
 
 // Which groups of options an arm sets: those of a group come and go together.

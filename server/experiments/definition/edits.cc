@@ -168,8 +168,9 @@ absl::StatusOr<v1::Experiment> Changed(const v1::Experiment& experiment, v1::Exp
   if (experiment.state() != v1::Experiment::STATE_DRAFT && Redecides(experiment, wanted)) {
     return Refuse("DECIDED",
                   absl::StrCat("'", experiment.name(),
-                               "' has started: alpha, primary_metric, subgroups and the metrics "
-                               "that it declared can no longer change; create another experiment"));
+                               "' has started: alpha, primary_metric, subgroups, pairs and the "
+                               "metrics that it declared can no longer change; create another "
+                               "experiment"));
   }
   const bool moves = Rebuckets(experiment, wanted);
   if (!moves || experiment.state() == v1::Experiment::STATE_DRAFT) return wanted;
@@ -196,10 +197,10 @@ std::vector<std::string> SettableFields() {
           "arms",           "eligibility",
           "layer",          "traffic_permille",
           "salt",           "switchback",
-          "subgroups",      "metrics",
-          "primary_metric", "guardrails",
-          "alpha",          "outcome_window",
-          "end_time"};
+          "subgroups",      "pairs",
+          "metrics",        "primary_metric",
+          "guardrails",     "alpha",
+          "outcome_window", "end_time"};
 }
 
 }  // namespace epikv
