@@ -439,6 +439,11 @@ Answer<v1::Experiment> ExperimentService::UpdateExperiment(
 
 std::vector<FieldViolation> ExperimentService::Check(const v1::Experiment& experiment) const {
   std::vector<FieldViolation> violations = CheckDefinition(experiment);
+  if (experiment.has_pairs() && !experiments_->replays() && violations.size() < kMaxViolations) {
+    violations.push_back({"experiment.pairs",
+                          "must be none: this server replays no requests; set "
+                          "experiment_shadow_permille above 0"});
+  }
   const std::string& wanted = experiment.eligibility().model();
   for (const ModelPtr& model : models_.InService()) {
     if (!wanted.empty() && wanted != model->name) continue;

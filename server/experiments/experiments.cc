@@ -24,6 +24,14 @@ bool Runs(const v1::Experiment& experiment) {
   return experiment.state() == v1::Experiment::STATE_RUNNING;
 }
 
+v1::PairSeen::Answer AnswerOf(const Divergence& found) {
+  v1::PairSeen::Answer answer;
+  answer.set_tokens(static_cast<uint32_t>(found.tokens));
+  answer.set_agreed_tokens(static_cast<uint32_t>(found.agreed));
+  answer.set_kl_nats(found.kl_nats);
+  return answer;
+}
+
 absl::Status Named(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(flag, ": ", status.message()));
 }
@@ -94,6 +102,19 @@ void Experiments::OnShadow(const v1::RequestBegan& began, ShadowFate fate,
   seen.set_tokens(static_cast<uint32_t>(found.tokens));
   seen.set_agreed_tokens(static_cast<uint32_t>(found.agreed));
   seen.set_kl_nats(found.kl_nats);
+  recorder_.Record(std::move(record));
+}
+
+void Experiments::OnPair(const v1::RequestBegan& began, ShadowFate fate, const PairFound& found) {
+  series_.OnPair(began, fate, found);
+  v1::ExperimentRecord record;
+  v1::PairSeen& seen = *record.mutable_pair();
+  seen.set_id(began.id());
+  *seen.mutable_time() = TimestampProto(absl::Now());
+  if (fate == ShadowFate::kCompared) {
+    *seen.mutable_shown() = AnswerOf(found.shown);
+    *seen.mutable_hidden() = AnswerOf(found.hidden);
+  }
   recorder_.Record(std::move(record));
 }
 

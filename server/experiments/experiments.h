@@ -39,12 +39,15 @@ class Experiments final : public Participation, public ShadowObserver {
   void OnEnded(v1::RequestEnded ended) override;
 
   void OnShadow(const v1::RequestBegan& began, ShadowFate fate, const Divergence& found) override;
+  void OnPair(const v1::RequestBegan& began, ShadowFate fate, const PairFound& found) override;
   void OnShadowWaiting(int64_t requests) override;
   void OnShadowTime(absl::Duration spent, bool interrupted) override;
 
   // Blocks, as the store does.
   Store& store() { return *store_; }
   absl::Duration lost_after() const { return options_.lost_after; }
+  // Whether requests are replayed here, and so whether there can be pairs.
+  bool replays() const { return options_.shadow.share_of_requests > 0; }
   // Whether no experiment declares this metric, of what is known while the store cannot be asked. A
   // store that can be asked knows better.
   bool SurelyUndeclared(const std::string& metric) const;

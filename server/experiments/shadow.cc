@@ -10,42 +10,50 @@
 
 namespace epikv {
 
-// At each place of the output the likeliest tokens and, behind them, the one that is forced: both
-// passes know of it. And how it ended.
-class Shadow::RowSink final : public RequestSink {
+// The output, and how it ended. A row has the likeliest tokens and, behind them, the one that is
+// forced: both passes know of it.
+class Shadow::OutputSink final : public RequestSink {
  public:
   bool Ready() const override { return true; }
   void OnDelta(Delta delta) override {
     for (size_t i = 0; i < delta.top_logprobs.size(); ++i) {
-      std::vector<TokenLogprob>& row = rows_.emplace_back(std::move(delta.top_logprobs[i]));
+      std::vector<TokenLogprob>& row = output_.rows.emplace_back(std::move(delta.top_logprobs[i]));
       const TokenLogprob forced = {.token = delta.tokens[i], .logprob = delta.logprobs[i]};
       if (std::find(row.begin(), row.end(), forced) == row.end()) row.push_back(forced);
     }
+    output_.tokens.insert(output_.tokens.end(), delta.tokens.begin(), delta.tokens.end());
   }
   void OnFinished(Finished finished) override {
     status_ = std::move(finished.status);
     ended_.Notify();
   }
 
-  absl::StatusOr<Rows> Await() {
+  absl::StatusOr<Output> Await() {
     ended_.WaitForNotification();
     if (!status_.ok()) return status_;
-    return std::move(rows_);
+    return std::move(output_);
   }
 
  private:
-  Rows rows_;
+  Output output_;
   absl::Status status_;
   absl::Notification ended_;
 };
 
 void Shadow::Tap::OnDelta(const Delta& delta) {
-  std::vector<int32_t>& outputs = sample_.request.forced;
-  outputs.insert(outputs.end(), delta.tokens.begin(), delta.tokens.end());
+  outputs_.insert(outputs_.end(), delta.tokens.begin(), delta.tokens.end());
 }
 
 void Shadow::Tap::OnFinished(const Finished& finished) {
-  if (finished.status.ok() && !sample_.request.forced.empty()) shadow_.Put(std::move(sample_));
+  if (!finished.status.ok()) return;
+  for (Sample& sample : samples_) {
+    sample.shown.request.forced = outputs_;
+    if (!outputs_.empty()) {
+      shadow_.Put(std::move(sample));
+    } else if (sample.hidden.has_value()) {
+      shadow_.Tell(sample, ShadowFate::kFailed);
+    }
+  }
 }
 
 Shadow::Shadow(const ShadowOptions& options, const Models& models, ShadowObserver& observer)
@@ -64,27 +72,34 @@ Shadow::~Shadow() {
 }
 
 std::shared_ptr<Shadow::Tap> Shadow::Follow(const v1::RequestBegan& began, const ModelPtr& model,
-                                            const Request& request) {
+                                            const Request& request,
+                                            const std::optional<Request>& hidden) {
   if (request.completions() > 1) return nullptr;
-  if (!absl::Bernoulli(absl::InsecureBitGen(), options_.share_of_requests)) return nullptr;
+  const bool sampled = absl::Bernoulli(absl::InsecureBitGen(), options_.share_of_requests);
+  if (!sampled && !hidden.has_value()) return nullptr;
   v1::RequestBegan dealt = began;
   dealt.clear_parts();
   for (const v1::RequestBegan::Part& part : began.parts()) {
     if (!part.forced() && !part.washed_out()) *dealt.add_parts() = part;
   }
   if (dealt.parts().empty()) return nullptr;
-  return std::make_shared<Tap>(
-      *this, Sample{.began = std::move(dealt), .model = model, .request = request});
+  const Sample sample{.began = std::move(dealt), .model = model, .shown = {.request = request}};
+  std::vector<Sample> samples;
+  if (sampled) samples.push_back(sample);
+  if (hidden.has_value()) samples.emplace_back(sample).hidden = Answer{.request = *hidden};
+  return std::make_shared<Tap>(*this, std::move(samples));
+}
+
+int64_t Shadow::TokensOf(const Answer& answer) {
+  return static_cast<int64_t>(answer.request.prompt.size() + answer.request.forced.size());
 }
 
 int64_t Shadow::TokensOf(const Sample& sample) {
-  return static_cast<int64_t>(sample.request.prompt.size() + sample.request.forced.size());
+  return TokensOf(sample.shown) + (sample.hidden.has_value() ? TokensOf(*sample.hidden) : 0);
 }
 
 void Shadow::Put(Sample sample) {
-  if (TokensOf(sample) > options_.longest) {
-    return observer_.OnShadow(sample.began, ShadowFate::kFailed, {});
-  }
+  if (TokensOf(sample.shown) > options_.longest) return Tell(sample, ShadowFate::kFailed);
   std::vector<Sample> displaced;
   {
     absl::MutexLock lock(&mu_);
@@ -96,7 +111,7 @@ void Shadow::Put(Sample sample) {
     }
     observer_.OnShadowWaiting(static_cast<int64_t>(samples_.size()));
   }
-  for (const Sample& gone : displaced) observer_.OnShadow(gone.began, ShadowFate::kDisplaced, {});
+  for (const Sample& gone : displaced) Tell(gone, ShadowFate::kDisplaced);
 }
 
 Shadow::Sample Shadow::PopOldest() {
@@ -138,20 +153,44 @@ void Shadow::Run() {
   while (std::optional<Sample> sample = Take()) {
     const ModelPtr model = sample->model.lock();
     if (model == nullptr || models_.Replaced(*model)) {
-      observer_.OnShadow(sample->began, ShadowFate::kFailed, {});
+      Tell(*sample, ShadowFate::kFailed);
       continue;
     }
     const absl::Duration begin = SteadyTime();
-    const absl::StatusOr<Divergence> found = Replay(sample->request, model);
+    const absl::Status advanced = Advance(*sample, model);
     const absl::Duration end = SteadyTime();
     const absl::Duration rest = (end - begin) * (1 / options_.share_of_time - 1);
     {
       absl::MutexLock lock(&mu_);
-      next_ = end + (found.ok() ? rest : std::max(rest, options_.look_every));
+      next_ = end + (advanced.ok() ? rest : std::max(rest, options_.look_every));
     }
-    observer_.OnShadowTime(end - begin, absl::IsCancelled(found.status()));
-    Settle(*std::move(sample), found);
+    observer_.OnShadowTime(end - begin, absl::IsCancelled(advanced));
+    Settle(*std::move(sample), advanced);
   }
+}
+
+// What is done stays done. kCancelled: it gave way; kUnavailable: nothing could begin since.
+absl::Status Shadow::Advance(Sample& sample, const ModelPtr& model) {
+  std::vector<Answer*> answers = {&sample.shown};
+  if (sample.hidden.has_value()) answers.push_back(&*sample.hidden);
+  for (Answer* answer : answers) {
+    if (answer->found.has_value()) continue;
+    if (answer->request.forced.empty()) {
+      absl::StatusOr<Output> output = OutputOf(answer->request, 0, model);
+      if (!output.ok()) return output.status();
+      if (output->tokens.empty()) return absl::FailedPreconditionError("an answer of no tokens");
+      answer->request.forced = std::move(output->tokens);
+      sample.tries = 0;
+    }
+    if (TokensOf(*answer) > options_.longest) {
+      return absl::FailedPreconditionError("an answer that is too long to be replayed");
+    }
+    absl::StatusOr<Divergence> found = Replay(answer->request, model);
+    if (!found.ok()) return found.status();
+    answer->found = *std::move(found);
+    sample.tries = 0;
+  }
+  return absl::OkStatus();
 }
 
 // The full cache first: it takes less time, and where there is no room for it none of the rest.
@@ -180,11 +219,18 @@ absl::StatusOr<Divergence> Shadow::Replay(const Request& request, const ModelPtr
 }
 
 absl::StatusOr<Shadow::Rows> Shadow::RowsOf(Request request, const ModelPtr& model) {
+  absl::StatusOr<Output> output = OutputOf(std::move(request), options_.top, model);
+  if (!output.ok()) return output.status();
+  return std::move(output->rows);
+}
+
+absl::StatusOr<Shadow::Output> Shadow::OutputOf(Request request, int64_t top,
+                                                const ModelPtr& model) {
   request.id.clear();
-  request.output = {.text = false, .top_logprobs = options_.top};
+  request.output = {.text = false, .top_logprobs = top};
   request.deadline = absl::InfiniteFuture();
   request.bypass_prefix_cache = true;  // whose place is for those to come
-  const auto sink = std::make_shared<RowSink>();
+  const auto sink = std::make_shared<OutputSink>();
   {
     absl::MutexLock lock(&mu_);
     if (stopping_ || !model->engine->SubmitIdle(std::move(request), sink)) {
@@ -192,20 +238,27 @@ absl::StatusOr<Shadow::Rows> Shadow::RowsOf(Request request, const ModelPtr& mod
     }
     replaying_ = model;
   }
-  absl::StatusOr<Rows> rows = sink->Await();
+  absl::StatusOr<Output> output = sink->Await();
   absl::MutexLock lock(&mu_);
   replaying_.reset();
-  return rows;
+  return output;
 }
 
-void Shadow::Settle(Sample sample, const absl::StatusOr<Divergence>& found) {
-  if (absl::IsUnavailable(found.status())) return Put(std::move(sample));  // nothing was tried
-  const bool interrupted = absl::IsCancelled(found.status());
+void Shadow::Settle(Sample sample, const absl::Status& advanced) {
+  if (absl::IsUnavailable(advanced)) return Put(std::move(sample));  // nothing was tried
+  const bool interrupted = absl::IsCancelled(advanced);
   if (interrupted && ++sample.tries < options_.max_tries) return Put(std::move(sample));
-  const ShadowFate fate = found.ok()    ? ShadowFate::kCompared
-                          : interrupted ? ShadowFate::kInterrupted
-                                        : ShadowFate::kFailed;
-  observer_.OnShadow(sample.began, fate, found.ok() ? *found : Divergence());
+  Tell(sample, advanced.ok() ? ShadowFate::kCompared
+               : interrupted ? ShadowFate::kInterrupted
+                             : ShadowFate::kFailed);
+}
+
+void Shadow::Tell(const Sample& sample, ShadowFate fate) {
+  const bool compared = fate == ShadowFate::kCompared;
+  const Divergence shown = compared ? *sample.shown.found : Divergence();
+  if (!sample.hidden.has_value()) return observer_.OnShadow(sample.began, fate, shown);
+  const Divergence hidden = compared ? *sample.hidden->found : Divergence();
+  observer_.OnPair(sample.began, fate, {.shown = shown, .hidden = hidden});
 }
 
 }  // namespace epikv

@@ -22,7 +22,8 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       courier_(courier),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments, *options.packets, options.sessions, options.shared_prefixes) {
+      preparer_(options.experiments, *options.packets, options.sessions,
+                {.shared_prefixes = options.shared_prefixes, .pairs = options.shadow != nullptr}) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
     return new StreamCall("GenerationService/Generate", context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {
@@ -217,7 +218,7 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& p
   // A replay would have to hold packets that may have been deleted.
   if (options_.shadow != nullptr && prepared.began.has_value() &&
       prepared.request.packets.empty() && prepared.request.soft == nullptr) {
-    tap = options_.shadow->Follow(*prepared.began, served, prepared.request);
+    tap = options_.shadow->Follow(*prepared.began, served, prepared.request, prepared.hidden);
   }
   std::function<void(const Delta&)> on_delta;
   if (tap != nullptr) on_delta = [tap](const Delta& delta) { tap->OnDelta(delta); };

@@ -161,6 +161,9 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
         model.metrics->OnRejected(ErrorReason(*refusal));
         return *std::move(refusal);
       }
+      if (dealt.hidden.has_value()) {
+        dealt.hidden->asked.options.sampling.constraint = asked.options.sampling.constraint;
+      }
     }
   }
   const DeltaOptions deltas = asked.deltas;
@@ -168,19 +171,36 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
   const auto* rejection = std::get_if<Rejection>(&resolved);
   // What is refused whatever its arm says nothing of arms.
   const bool tells = rejection == nullptr || ConcernsArms(*rejection, dealt.steers);
+  std::optional<Request> hidden;
+  if (rejection == nullptr) hidden = Admit(dealt, std::get<Request>(resolved), model);
   if (!tells || !TakePart(scope, dealt)) dealt.began.reset();
   if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
   Request& request = std::get<Request>(resolved);
-  if (!shared_prefixes_ && !scope.caller().name.empty()) {
+  if (!options_.shared_prefixes && !scope.caller().name.empty()) {
     request.prefix_salt = OfTenant(request.scheduling.tenant, request.prefix_salt);
   }
   return Prepared{.request = std::move(request),
                   .deltas = deltas,
                   .began = std::move(dealt.began),
+                  .hidden = std::move(hidden),
                   .session = std::move(session)};
+}
+
+std::optional<Request> RequestPreparer::Admit(Dealt& dealt, const Request& shown,
+                                              const ServedModel& model) {
+  // A replay would have to hold packets that may have been deleted. What leaves one is no answer.
+  if (!dealt.hidden.has_value() || shown.completions() > 1 || !shown.packets.empty() ||
+      shown.soft != nullptr || shown.output.packet) {
+    return std::nullopt;
+  }
+  std::variant<Request, Rejection> hidden =
+      Resolve(std::move(dealt.hidden->asked), *model.admission);
+  if (std::holds_alternative<Rejection>(hidden)) return std::nullopt;
+  dealt.began->mutable_parts(dealt.hidden->part)->set_pair_arm(dealt.hidden->arm);
+  return std::get<Request>(std::move(hidden));
 }
 
 // Behind a conversation's beginning the model reads what has been said since, and keeps all of that
@@ -290,6 +310,11 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
   }
   Dealt dealt{.began = std::nullopt, .excluded = std::move(assignment->excluded)};
   if (assignment->parts.empty()) return dealt;
+  if (const auto& pairing = assignment->pairing; options_.pairs && pairing.has_value()) {
+    dealt.hidden = Hidden{.asked = asked, .part = pairing->part, .arm = pairing->arm};
+    SetKv(pairing->kv, dealt.hidden->asked);
+    if (pairing->steering.has_value()) SetSteering(*pairing->steering, dealt.hidden->asked);
+  }
   SetKv(assignment->kv, asked);
   if (assignment->steering.has_value()) SetSteering(*assignment->steering, asked);
   dealt.steers = assignment->steers;

@@ -60,6 +60,8 @@ struct Prepared {
   Request request;
   DeltaOptions deltas;
   std::optional<v1::RequestBegan> began;  // where it takes part in experiments
+  // What another arm makes of it, where both are to answer (RequestBegan.Part.pair_arm).
+  std::optional<Request> hidden;
   std::shared_ptr<AskedSession> session;  // where it is of one; else null
 };
 

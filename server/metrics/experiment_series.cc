@@ -123,6 +123,11 @@ class ExperimentSeries::OfExperiment {
                               "Sum over epikv_experiment_shadow_tokens_total of the divergence of "
                               "the arm's next-token distribution from that of the full cache.",
                               arms_.size())),
+        pairs_(declare_.Counters(
+            "epikv_experiment_pairs_total",
+            "Requests of an arm that another arm answered, too, by what became of both answers, as "
+            "of epikv_experiment_shadow_requests_total.",
+            arms_.size() * std::size(kShadowFates))),
         sample_ratio_(declare_
                           .Gauges("epikv_experiment_srm_p_value",
                                   "p-value of how units are split among the arms, against the "
@@ -142,6 +147,7 @@ class ExperimentSeries::OfExperiment {
       }
       for (absl::string_view fate : kShadowFates) {
         shadow_requests_.Add({{"arm", arm}, {"outcome", std::string(fate)}});
+        pairs_.Add({{"arm", arm}, {"outcome", std::string(fate)}});
       }
       for (auto* family : {&shadow_tokens_, &shadow_agreed_, &shadow_kl_}) {
         family->Add({{"arm", arm}});
@@ -176,6 +182,10 @@ class ExperimentSeries::OfExperiment {
     shadow_agreed_.Add({{"arm", arm}}).Increment(AsDouble(found.agreed));
     shadow_kl_.Add({{"arm", arm}}).Increment(found.kl_nats);
   }
+  void OnPair(const std::string& arm, ShadowFate fate) {
+    if (!Holds(arms_, arm)) return;
+    pairs_.Add({{"arm", arm}, {"outcome", std::string(ShadowLabel(fate))}}).Increment();
+  }
   void OnSampleRatio(double p_value) { sample_ratio_.Set(p_value); }
   void OnBreached(const v1::GuardrailReport& guardrail) {
     breaches_.Add({{"arm", guardrail.arm()}, {"guardrail", guardrail.guardrail().metric()}})
@@ -189,7 +199,7 @@ class ExperimentSeries::OfExperiment {
   Declarations declare_;
   Family<Counter>&assignments_, &exposures_, &breaches_, &outcomes_;
   Family<prometheus::Histogram>& outcome_value_;
-  Family<Counter>&shadow_requests_, &shadow_tokens_, &shadow_agreed_, &shadow_kl_;
+  Family<Counter>&shadow_requests_, &shadow_tokens_, &shadow_agreed_, &shadow_kl_, &pairs_;
   prometheus::Gauge& sample_ratio_;
 };
 
@@ -301,6 +311,16 @@ void ExperimentSeries::OnShadow(const v1::RequestBegan& began, ShadowFate fate,
   for (const v1::RequestBegan::Part& part : began.parts()) {
     const auto known = experiments_.find(part.experiment());
     if (known != experiments_.end()) known->second->OnShadow(part.arm(), fate, found);
+  }
+}
+
+void ExperimentSeries::OnPair(const v1::RequestBegan& began, ShadowFate fate,
+                              const PairFound& /*found*/) {
+  absl::MutexLock lock(&mu_);
+  for (const v1::RequestBegan::Part& part : began.parts()) {
+    const auto known = experiments_.find(part.experiment());
+    if (part.pair_arm().empty() || known == experiments_.end()) continue;
+    known->second->OnPair(part.arm(), fate);
   }
 }
 

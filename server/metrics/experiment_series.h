@@ -42,6 +42,7 @@ class ExperimentSeries final : public RecorderObserver, public ShadowObserver {
   void OnSampleRatio(const std::string& experiment, double p_value);
   void OnBreached(const std::string& experiment, const v1::GuardrailReport& guardrail);
   void OnShadow(const v1::RequestBegan& began, ShadowFate fate, const Divergence& found) override;
+  void OnPair(const v1::RequestBegan& began, ShadowFate fate, const PairFound& found) override;
   void OnShadowWaiting(int64_t requests) override { shadow_waiting_.Set(AsDouble(requests)); }
   void OnShadowTime(absl::Duration spent, bool interrupted) override;
 

@@ -90,6 +90,11 @@ class ExperimentStoreTest : public ::testing::TestWithParam<StoreKind> {
     ASSERT_NE(store_, nullptr);
     ASSERT_TRUE(store_->Create(Definition({.name = "x"})).ok());
   }
+  // As it was before the schema's version 4.
+  void DropPairs() {
+    place_->Execute("DROP TABLE pairs");
+    place_->Execute("ALTER TABLE participations DROP COLUMN pair_arm");
+  }
   std::unique_ptr<StorePlace> place_ = GetParam().make();
   std::unique_ptr<Store> store_;
 };
@@ -208,6 +213,41 @@ TEST_P(ExperimentStoreTest, AReplayIsOfTheRequestThatTheServerNames) {
   EXPECT_THAT(Written(*store_, {empty, broken}),
               ElementsAre(Recorded::kInvalid, Recorded::kInvalid));
   for (const RequestRow& row : RowsOf(*store_)) EXPECT_TRUE(row.shadow.has_value()) << row.id;
+}
+
+TEST_P(ExperimentStoreTest, APairIsSettledOnce) {
+  v1::ExperimentRecord began = Record(Begun{.id = "kept", .at = 1});
+  began.mutable_began()->mutable_parts(0)->set_pair_arm("b");
+  Written(*store_,
+          {began, Record(Begun{.id = "lost", .at = 2}), Record(Begun{.id = "none", .at = 3})});
+  EXPECT_THAT(Written(*store_, {Paired("kept", 4, .25, .125), Paired("kept", 5), Paired("lost", 6),
+                                Paired("lost", 7, 1, 1), Paired("nobody", 8)}),
+              ElementsAre(Recorded::kWritten, Recorded::kDuplicate, Recorded::kWritten,
+                          Recorded::kDuplicate, Recorded::kUnknownRequest));
+  store_ = place_->Open();
+  const std::vector<RequestRow> rows = RowsOf(*store_);
+  ASSERT_THAT(rows, SizeIs(3));
+  EXPECT_EQ(rows[0].pair_arm, "b");
+  EXPECT_EQ(rows[0].pair->shown->tokens, 100);
+  EXPECT_EQ(rows[0].pair->shown->agreed_tokens, 90);
+  EXPECT_EQ(rows[0].pair->shown->kl_nats, 25);
+  EXPECT_EQ(rows[0].pair->hidden->kl_nats, 12.5);
+  EXPECT_FALSE(rows[0].shadow.has_value()) << "it is no replay of a sampled request";
+  EXPECT_EQ(rows[1].pair_arm, "");
+  ASSERT_TRUE(rows[1].pair.has_value());
+  EXPECT_FALSE(rows[1].pair->shown.has_value() || rows[1].pair->hidden.has_value());
+  EXPECT_FALSE(rows[2].pair.has_value());
+}
+
+TEST_P(ExperimentStoreTest, HalfAPairIsInvalid) {
+  Written(*store_, {Record(Begun{.id = "r"})});
+  v1::ExperimentRecord half = Paired("r", 1, 1, 1), empty = half, broken = half;
+  half.mutable_pair()->clear_hidden();
+  empty.mutable_pair()->mutable_shown()->set_tokens(0);
+  broken.mutable_pair()->mutable_hidden()->set_kl_nats(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_THAT(Written(*store_, {half, empty, broken}),
+              ElementsAre(Recorded::kInvalid, Recorded::kInvalid, Recorded::kInvalid));
+  EXPECT_FALSE(RowsOf(*store_).at(0).pair.has_value());
 }
 
 TEST_P(ExperimentStoreTest, TextsAndNumbersComeBackAsTheyWere) {
@@ -619,6 +659,7 @@ TEST_P(ExperimentStoreTest, ForgetsStoppedExperimentsWhole) {
   for (int i = 0; i < 2500; ++i) {
     records.push_back(Record(Begun{.id = absl::StrCat("old", i), .experiments = {"old"}}));
   }
+  records.push_back(Paired("old0", 1, 1, 1));
   records.push_back(Record(Begun{.id = "both", .at = 5, .experiments = {"old", "x"}}));
   records.push_back(Record(Seen{.client = "both", .at = 6}));
   records.push_back(Record(Begun{.id = "x", .at = 7}));
@@ -636,6 +677,7 @@ TEST_P(ExperimentStoreTest, ForgetsStoppedExperimentsWhole) {
   EXPECT_THAT(Picture(*store_), ElementsAre("both: good/=1", "x:"));
   EXPECT_EQ(IntOf(place_->Execute("SELECT count(*) FROM requests")[0][0]), 2);
   EXPECT_THAT(place_->Execute("SELECT 1 FROM waiting_outcomes"), IsEmpty());
+  EXPECT_THAT(place_->Execute("SELECT 1 FROM pairs"), IsEmpty());
 }
 
 // The schema.
@@ -672,6 +714,7 @@ TEST_P(ExperimentStoreTest, MigrationsGoOnFromWhereAStoreIs) {
 TEST_P(ExperimentStoreTest, AStoreFromBeforeReplaysTakesThem) {
   Written(*store_, {Record(Begun{.id = "r", .at = 1})});
   store_.reset();
+  DropPairs();
   place_->Execute("DROP TABLE shadows");
   place_->Execute("ALTER TABLE participations DROP COLUMN subgroup");
   place_->Execute("UPDATE schema_version SET version = 1");
@@ -683,10 +726,22 @@ TEST_P(ExperimentStoreTest, AStoreFromBeforeReplaysTakesThem) {
 TEST_P(ExperimentStoreTest, RequestsFromBeforeSubgroupsHaveNone) {
   Written(*store_, {Record(Begun{.id = "r", .at = 1})});
   store_.reset();
+  DropPairs();
   place_->Execute("ALTER TABLE participations DROP COLUMN subgroup");
   place_->Execute("UPDATE schema_version SET version = 2");
   store_ = place_->Open();
   EXPECT_EQ(RowsOf(*store_).at(0).subgroup, "");
+}
+
+TEST_P(ExperimentStoreTest, AStoreFromBeforePairsTakesThem) {
+  Written(*store_, {Record(Begun{.id = "r", .at = 1})});
+  store_.reset();
+  DropPairs();
+  place_->Execute("UPDATE schema_version SET version = 3");
+  store_ = place_->Open();
+  EXPECT_EQ(RowsOf(*store_).at(0).pair_arm, "");
+  EXPECT_THAT(Written(*store_, {Paired("r", 2, 1, 1)}), ElementsAre(Recorded::kWritten));
+  EXPECT_TRUE(RowsOf(*store_).at(0).pair.has_value());
 }
 
 TEST_P(ExperimentStoreTest, AMigrationThatFailsLeavesTheVersionBefore) {

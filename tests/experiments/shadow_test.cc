@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -17,6 +19,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "server/experiments/definition/assignment.h"
 #include "server/experiments/definition/definition.h"
 #include "server/experiments/figures/divergence.h"
 #include "tests/fixtures/fake_server.h"
@@ -123,7 +126,10 @@ class Watcher final : public Participation, public ShadowObserver {
     return live.Assign(subject);
   }
   void OnExcluded(const std::vector<std::string>&) override {}
-  void OnBegan(v1::RequestBegan began) override {}
+  void OnBegan(v1::RequestBegan began) override {
+    absl::MutexLock lock(&mu_);
+    began_.push_back(std::move(began));
+  }
   void OnEnded(v1::RequestEnded ended) override {}
 
   struct Fate {
@@ -138,6 +144,16 @@ class Watcher final : public Participation, public ShadowObserver {
     absl::MutexLock lock(&mu_);
     fates_.push_back({began.request_id(), arms, fate, found});
   }
+  struct Pair {
+    std::string request, shown, hidden;
+    ShadowFate fate;
+    PairFound found;
+  };
+  void OnPair(const v1::RequestBegan& began, ShadowFate fate, const PairFound& found) override {
+    const v1::RequestBegan::Part& part = began.parts(0);
+    absl::MutexLock lock(&mu_);
+    pairs_.push_back({began.request_id(), part.arm(), part.pair_arm(), fate, found});
+  }
   void OnShadowWaiting(int64_t requests) override {
     absl::MutexLock lock(&mu_);
     waiting_ = requests;
@@ -150,7 +166,19 @@ class Watcher final : public Participation, public ShadowObserver {
 
   // The first so many.
   std::vector<Fate> AwaitFates(size_t count) {
-    return Await([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return fates_.size() >= count; });
+    Await([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return fates_.size() >= count; });
+    absl::MutexLock lock(&mu_);
+    return fates_;
+  }
+  std::vector<Pair> AwaitPairs(size_t count) {
+    Await([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return pairs_.size() >= count; });
+    absl::MutexLock lock(&mu_);
+    return pairs_;
+  }
+  // Of all requests that took part.
+  std::vector<v1::RequestBegan> began() {
+    absl::MutexLock lock(&mu_);
+    return began_;
   }
   void AwaitTries(int tries) {
     Await([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return tries_ >= tries; });
@@ -167,13 +195,14 @@ class Watcher final : public Participation, public ShadowObserver {
 
  private:
   template <typename Condition>
-  std::vector<Fate> Await(const Condition& condition) {
+  void Await(const Condition& condition) {
     absl::MutexLock lock(&mu_);
     EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&condition), kGenerous));
-    return fates_;
   }
   absl::Mutex mu_;
   std::vector<Fate> fates_ ABSL_GUARDED_BY(mu_);
+  std::vector<Pair> pairs_ ABSL_GUARDED_BY(mu_);
+  std::vector<v1::RequestBegan> began_ ABSL_GUARDED_BY(mu_);
   int64_t waiting_ ABSL_GUARDED_BY(mu_) = 0;
   int tries_ ABSL_GUARDED_BY(mu_) = 0, interruptions_ ABSL_GUARDED_BY(mu_) = 0;
 };
@@ -455,6 +484,260 @@ TEST_F(ShadowTest, OfManyRequestsAShareIsSampled) {
   const size_t replayed = watcher_.AwaitFates(0).size();
   EXPECT_GT(replayed, 50u);  // six standard deviations
   EXPECT_LT(replayed, 150u);
+}
+
+// Both arms answer each unit's first request. `full` says one token after another, `window` every
+// second one.
+class PairTest : public ShadowTest {
+ protected:
+  PairTest() {
+    v1::Experiment experiment = watcher_.live.running()->front();
+    for (v1::Arm& arm : *experiment.mutable_arms()) arm.set_weight_permille(500);
+    experiment.mutable_pairs()->set_permille(1000);
+    watcher_.live.Set({experiment});
+    shadow_.share_of_requests = 1e-9;
+    script_->next = [this](int32_t token) { return (token + (by_window_ ? 2 : 1)) % 60; };
+    script_->on_forward = [this](absl::Span<const WorkItem> items) {
+      const Request& request = *items[0].request;
+      by_window_ = request.spec->name == "window";
+      if (hook_) hook_(request);
+      return absl::OkStatus();
+    };
+  }
+  // The first request of a unit of this arm.
+  v1::GenerateRequest Of(const std::string& arm, uint32_t output = 30) {
+    for (;;) {
+      const std::string unit = absl::StrCat("unit-", ++units_);
+      const v1::Experiment& experiment = watcher_.live.running()->front();
+      if (ArmOf(experiment, unit)->name() != arm) continue;
+      v1::GenerateRequest request = Asked(unit, output);
+      request.mutable_experiment()->set_unit_id(unit);
+      return request;
+    }
+  }
+  static bool IsHidden(const Request& request) {
+    return request.id.empty() && request.forced.empty();
+  }
+  std::string PairArm() { return watcher_.began().back().parts(0).pair_arm(); }
+
+  // Before a forward of this request. Set before Start.
+  std::function<void(const Request&)> hook_;
+
+ private:
+  std::atomic<bool> by_window_ = false;
+  int units_ = 0;
+};
+
+TEST_F(PairTest, BothAnswersAreScoredWhicheverIsShown) {
+  std::vector<SeenPass> passes;
+  hook_ = [&](const Request& request) {
+    if (!request.id.empty()) return;
+    SeenPass pass{.in_chunks = request.force_in_chunks,
+                  .policy = std::string(request.spec->name),
+                  .budget = request.budget,
+                  .forced = request.forced,
+                  .seed = request.sampling.seed,
+                  .bypasses_prefixes = request.bypass_prefix_cache};
+    if (passes.empty() || passes.back() != pass) passes.push_back(std::move(pass));
+  };
+  Start();
+  std::vector<std::vector<int32_t>> shown;
+  for (const std::string arm : {"full", "window"}) {
+    v1::GenerateRequest request = Of(arm);
+    request.mutable_sampling()->set_seed(77);
+    request.mutable_output()->set_token_ids(true);
+    ASSERT_TRUE(Once(request).ok());
+    EXPECT_EQ(result_.accepted().arm(), "lean/" + arm);
+    shown.emplace_back(result_.token_ids().begin(), result_.token_ids().end());
+    const Watcher::Pair pair = watcher_.AwaitPairs(shown.size()).back();
+    EXPECT_EQ(pair.request, request.request_id());
+    EXPECT_EQ(pair.fate, ShadowFate::kCompared);
+    EXPECT_EQ(pair.shown, arm);
+    EXPECT_NE(pair.hidden, arm);
+    EXPECT_EQ(PairArm(), pair.hidden);
+    const bool shows_full = arm == "full";
+    const Divergence full = shows_full ? pair.found.shown : pair.found.hidden;
+    const Divergence window = shows_full ? pair.found.hidden : pair.found.shown;
+    EXPECT_EQ(full.tokens, 30);
+    EXPECT_EQ(full.agreed, 30);
+    EXPECT_EQ(full.kl_nats, 0);
+    EXPECT_EQ(window.tokens, 30);
+    EXPECT_EQ(window.agreed, 0);
+    EXPECT_GT(window.mean_kl_nats(), .1);
+  }
+  ASSERT_EQ(passes.size(), 10u);
+  for (size_t first : {0, 5}) {  // shown: full and as it ran; hidden: it runs, full, as it ran
+    const std::string arm = first == 0 ? "full" : "window", other = first == 0 ? "window" : "full";
+    const std::vector<std::string> policies = {"full", arm, other, "full", other};
+    for (size_t i = 0; i < 5; ++i) {
+      const SeenPass& pass = passes[first + i];
+      EXPECT_EQ(pass.policy, policies[i]);
+      EXPECT_EQ(pass.in_chunks, i == 0 || i == 3);
+      EXPECT_TRUE(pass.bypasses_prefixes);
+      if (pass.in_chunks) continue;
+      EXPECT_EQ(pass.seed, 77u);
+      EXPECT_EQ(pass.budget, pass.policy == "window" ? 20 : 40) << "half of 10 and 30, or all";
+    }
+    EXPECT_EQ(passes[first].forced, shown[first / 5]);
+    EXPECT_TRUE(passes[first + 2].forced.empty());
+    EXPECT_EQ(passes[first + 3].forced, shown[1 - first / 5]) << "as its arm would have said it";
+  }
+  EXPECT_TRUE(server_->AwaitEmpty());
+  EXPECT_EQ(Finished(), 2) << "what is hidden is no request";
+  EXPECT_TRUE(watcher_.AwaitFates(0).empty()) << "it was not sampled";
+}
+
+TEST_F(PairTest, ARequestMayBeSampledBesides) {
+  shadow_.share_of_requests = 1;
+  Start();
+  ASSERT_TRUE(Once(Of("window")).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kCompared);
+  const Watcher::Fate fate = watcher_.AwaitFates(1)[0];
+  EXPECT_EQ(fate.fate, ShadowFate::kCompared);
+  EXPECT_EQ(fate.found.tokens, 30);
+  ASSERT_TRUE(Once(Of("full")).ok());
+  watcher_.AwaitPairs(2);
+}
+
+TEST_F(PairTest, WhatHasNoPairIsNotMarked) {
+  Start();
+  v1::GenerateRequest several = Of("window");
+  several.mutable_sampling()->set_n(2);
+  several.mutable_sampling()->set_temperature(1);
+  ASSERT_TRUE(Once(several).ok());
+  EXPECT_EQ(PairArm(), "");
+  v1::GenerateRequest forced = Of("window");
+  forced.mutable_experiment()->set_force_arm("lean/window");
+  ASSERT_TRUE(Once(forced).ok());
+  EXPECT_EQ(PairArm(), "");
+  v1::GenerateRequest again = Of("window");
+  ASSERT_TRUE(Once(again).ok());
+  EXPECT_EQ(PairArm(), "full");
+  again.set_request_id("again");
+  ASSERT_TRUE(Once(again).ok());
+  EXPECT_EQ(PairArm(), "") << "a later request";
+  const size_t began = watcher_.began().size();
+  v1::GenerateRequest none = Of("window");
+  none.mutable_experiment()->set_opt_out(true);
+  ASSERT_TRUE(Once(none).ok());
+  EXPECT_EQ(watcher_.began().size(), began);
+  ASSERT_TRUE(Once(Of("full")).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(2).size(), 2u);
+}
+
+TEST_F(PairTest, WhereOneArmRefusesNoneHasAPair) {
+  v1::Experiment experiment = watcher_.live.running()->front();
+  experiment.mutable_arms(1)->mutable_kv()->set_policy("full");  // which takes no such budget
+  watcher_.live.Set({experiment});
+  Start();
+  EXPECT_FALSE(Once(Of("window")).ok());
+  EXPECT_EQ(PairArm(), "");
+  EXPECT_TRUE(Once(Of("full")).ok());
+  EXPECT_EQ(PairArm(), "");
+}
+
+TEST_F(PairTest, WithoutReplaysThereAreNone) {
+  options_.participation = &watcher_;
+  server_ = std::make_unique<FakeServer>(options_, script_);
+  stub_ = v1::GenerationService::NewStub(server_->Connect());
+  ASSERT_TRUE(Once(Of("window")).ok());
+  EXPECT_EQ(PairArm(), "");
+}
+
+// The record of its end says that its pair is lost.
+TEST_F(PairTest, WhatDidNotEndWellIsNotFollowed) {
+  script_->on_item = [](const WorkItem& item) {
+    return item.draw == 5 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  Start();
+  EXPECT_FALSE(Once(Of("window")).ok());
+  EXPECT_EQ(PairArm(), "full");
+  script_->on_item = nullptr;
+  const v1::GenerateRequest last = Of("window");
+  ASSERT_TRUE(Once(last).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].request, last.request_id());
+}
+
+TEST_F(PairTest, ALiveRequestInterruptsTheHiddenAnswerWhichIsTriedAgain) {
+  std::atomic<int> scored = 0;
+  hook_ = [&](const Request& request) {
+    scored += request.force_in_chunks ? 1 : 0;
+    gate_.Pass(IsHidden(request));
+  };
+  Start();
+  ASSERT_TRUE(Once(Of("window")).ok());
+  ASSERT_TRUE(gate_.AwaitHeld());
+  EXPECT_EQ(server_->engine().live(), 0);
+  v1::GenerateRequest request = Asked("live");
+  request.mutable_experiment()->set_opt_out(true);
+  StreamClient live(*stub_, request);
+  ASSERT_EQ(live.AwaitMessages(1).size(), 1u) << "it is accepted meanwhile";
+  gate_.Open();
+  EXPECT_TRUE(live.AwaitDone().ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kCompared);
+  EXPECT_EQ(watcher_.interruptions(), 1);
+  EXPECT_EQ(scored, 2) << "what was done of the pair stays done";
+}
+
+TEST_F(PairTest, WhatIsAlwaysInterruptedIsGivenUp) {
+  shadow_.max_tries = 2;
+  hook_ = [this](const Request& request) {
+    if (IsHidden(request)) server_->engine().EndIdle();  // as a live request does
+  };
+  Start();
+  ASSERT_TRUE(Once(Of("window", 3000)).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kInterrupted);
+  EXPECT_EQ(watcher_.interruptions(), 2);
+  watcher_.AwaitWaiting(0);
+}
+
+TEST_F(PairTest, NewerRequestsTakeThePlaceOfOlderOnes) {
+  shadow_.max_requests = 1;
+  shadow_.share_of_time = 1e-9;
+  Start();
+  ASSERT_TRUE(Once(Of("window")).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kCompared);
+  const v1::GenerateRequest second = Of("window");
+  ASSERT_TRUE(Once(second).ok());
+  watcher_.AwaitWaiting(1);
+  ASSERT_TRUE(Once(Of("full")).ok());
+  const Watcher::Pair displaced = watcher_.AwaitPairs(2)[1];
+  EXPECT_EQ(displaced.request, second.request_id());
+  EXPECT_EQ(displaced.fate, ShadowFate::kDisplaced);
+}
+
+TEST_F(PairTest, AHiddenAnswerThatFailsLosesThePair) {
+  script_->on_open = [](const Request& request) {
+    return IsHidden(request) ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  Start();
+  ASSERT_TRUE(Once(Of("full")).ok());
+  EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kFailed);
+}
+
+// `full` meets the stop token after 19 tokens, `window` never.
+TEST_F(PairTest, AnAnswerThatIsTooLongLosesThePairWhicheverIsShown) {
+  shadow_.longest = 35;
+  Start();
+  for (const std::string arm : {"full", "window"}) {
+    v1::GenerateRequest request = Of(arm);
+    request.mutable_stop()->add_stop_token_ids(20);
+    ASSERT_TRUE(Once(request).ok());
+  }
+  for (const Watcher::Pair& pair : watcher_.AwaitPairs(2)) {
+    EXPECT_EQ(pair.fate, ShadowFate::kFailed) << pair.shown;
+  }
+}
+
+TEST_F(PairTest, EndingDoesNotWaitForAHiddenAnswer) {
+  hook_ = [this](const Request& request) { gate_.Pass(IsHidden(request)); };
+  Start();
+  ASSERT_TRUE(Once(Of("window", 4000)).ok());
+  ASSERT_TRUE(gate_.AwaitHeld());
+  std::thread end([this] { server_.reset(); });
+  gate_.Open();
+  end.join();
+  EXPECT_EQ(script_->open_sequences, 0);
 }
 
 }  // namespace shadow_test

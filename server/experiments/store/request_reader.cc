@@ -12,19 +12,24 @@ constexpr int64_t kPageRequests = 1000;
 // A row an outcome, and one for a request that has none.
 constexpr absl::string_view kSelectPage =
     "SELECT p.request, p.began_us, p.bucket_version, p.arm, p.forced, p.exposed, p.subgroup, "
+    "p.pair_arm, "
     "r.unit, r.unit_is_request, r.model, r.prompt_tokens, r.max_output_tokens, r.covariate, "
     "e.ended_us, e.code, e.reason, e.finish_reason, e.request_seconds, e.output_tokens, "
     "e.kv_peak_tokens, e.kv_evicted_tokens, e.queue_seconds, e.ttft_seconds, "
     "e.time_per_output_token_seconds, s.tokens, s.agreed_tokens, s.kl_nats, "
+    "a.request, a.shown_tokens, a.shown_agreed_tokens, a.shown_kl_nats, a.hidden_tokens, "
+    "a.hidden_agreed_tokens, a.hidden_kl_nats, "
     "o.metric, o.outcome_key, o.value, o.happened_us, o.received_us "
     "FROM (SELECT * FROM participations WHERE experiment = $1 AND began_us < $2 "
     "AND (began_us, request) > ($3, $4) ORDER BY began_us, request LIMIT $5) p "
     "JOIN requests r ON r.id = p.request LEFT JOIN ends e ON e.request = p.request "
-    "LEFT JOIN shadows s ON s.request = p.request LEFT JOIN outcomes o ON o.request = p.request "
+    "LEFT JOIN shadows s ON s.request = p.request LEFT JOIN pairs a ON a.request = p.request "
+    "LEFT JOIN outcomes o ON o.request = p.request "
     "ORDER BY p.began_us, p.request, o.metric, o.outcome_key";
-constexpr size_t kRequestColumns = 13;
+constexpr size_t kRequestColumns = 14;
 constexpr size_t kEndColumns = 11;
 constexpr size_t kShadowColumns = 3;
+constexpr size_t kPairColumns = 1 + 2 * kShadowColumns;
 
 // Takes the values of a row one after another.
 class Columns {
@@ -69,6 +74,10 @@ ShadowRow ShadowOf(Columns columns) {
   return {.tokens = columns.Int(), .agreed_tokens = columns.Int(), .kl_nats = columns.Double()};
 }
 
+std::optional<ShadowRow> AnswerOf(const Columns& columns) {
+  return columns.null() ? std::nullopt : std::optional(ShadowOf(columns));
+}
+
 RequestRow RequestOf(const SqlRow& row) {
   RequestRow request;
   Columns columns(row, 0);
@@ -79,6 +88,7 @@ RequestRow RequestOf(const SqlRow& row) {
   request.forced = columns.Flag();
   request.exposed = columns.Flag();
   request.subgroup = columns.Text();
+  request.pair_arm = columns.Text();
   request.unit = static_cast<uint64_t>(columns.Int());
   request.unit_is_request = columns.Flag();
   request.model = columns.Text();
@@ -89,6 +99,11 @@ RequestRow RequestOf(const SqlRow& row) {
   if (!end.null()) request.end = EndOf(end);
   const Columns shadow(row, kRequestColumns + kEndColumns);
   if (!shadow.null()) request.shadow = ShadowOf(shadow);
+  const size_t pair = kRequestColumns + kEndColumns + kShadowColumns;
+  if (!IsNull(row[pair])) {
+    request.pair = PairRow{.shown = AnswerOf(Columns(row, pair + 1)),
+                           .hidden = AnswerOf(Columns(row, pair + 1 + kShadowColumns))};
+  }
   return request;
 }
 
@@ -119,7 +134,7 @@ absl::StatusOr<std::vector<RequestRow>> RequestReader::Next(SqlSession& session)
   std::vector<RequestRow> page;
   auto take = [this, &page](size_t, const SqlRow& row) {
     if (page.empty() || page.back().id != TextOf(row[0])) page.push_back(RequestOf(row));
-    const Columns columns(row, kRequestColumns + kEndColumns + kShadowColumns);
+    const Columns columns(row, kRequestColumns + kEndColumns + kShadowColumns + kPairColumns);
     if (columns.null()) return;
     OutcomeRow outcome = OutcomeOf(columns);
     if (Wanted(outcome, page.back())) page.back().outcomes.push_back(std::move(outcome));

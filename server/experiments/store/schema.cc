@@ -59,6 +59,16 @@ constexpr absl::string_view kVersion3[] = {
     "ALTER TABLE participations ADD COLUMN subgroup TEXT NOT NULL DEFAULT ''",
 };
 
+// Pairs of answers. `pair_arm` is the arm that answers, too; '': none. Of a pair that was lost all
+// figures are NULL.
+constexpr absl::string_view kVersion4[] = {
+    "ALTER TABLE participations ADD COLUMN pair_arm TEXT NOT NULL DEFAULT ''",
+    "CREATE TABLE pairs (request TEXT PRIMARY KEY REFERENCES requests (id) ON DELETE CASCADE, "
+    "settled_us BIGINT NOT NULL, shown_tokens BIGINT, shown_agreed_tokens BIGINT, "
+    "shown_kl_nats DOUBLE PRECISION, hidden_tokens BIGINT, hidden_agreed_tokens BIGINT, "
+    "hidden_kl_nats DOUBLE PRECISION)",
+};
+
 absl::Status NotOurs(absl::string_view why) {
   return absl::FailedPreconditionError(
       absl::StrCat("this database is not an experiment store of epikv (", why,
@@ -117,7 +127,8 @@ absl::Span<const Migration> Migrations() {
   static const std::vector<Migration> all = {
       {.statements = {std::begin(kVersion1), std::end(kVersion1)}},
       {.statements = {std::begin(kVersion2), std::end(kVersion2)}},
-      {.statements = {std::begin(kVersion3), std::end(kVersion3)}}};
+      {.statements = {std::begin(kVersion3), std::end(kVersion3)}},
+      {.statements = {std::begin(kVersion4), std::end(kVersion4)}}};
   return all;
 }
 

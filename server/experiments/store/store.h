@@ -87,6 +87,12 @@ struct ShadowRow {
   double kl_nats = 0;
 };
 
+// What became of a pair.
+struct PairRow {
+  // Of the request's own arm, and of pair_arm. Absent: the pair was lost.
+  std::optional<ShadowRow> shown, hidden;
+};
+
 // A request's part in one experiment. Times are in whole microseconds.
 struct RequestRow {
   std::string id;
@@ -102,9 +108,11 @@ struct RequestRow {
   bool forced = false;
   bool exposed = false;
   std::string subgroup;  // RequestBegan.Part.subgroup
+  std::string pair_arm;  // RequestBegan.Part.pair_arm
   std::optional<EndRow> end;
   bool lost = false;  // no end came, and none will: said by who reads it, not by the store
   std::optional<ShadowRow> shadow;
+  std::optional<PairRow> pair;  // once it is settled
   // Of the experiment's metrics, within its outcome_window; by metric and key.
   std::vector<OutcomeRow> outcomes;
 };

@@ -200,6 +200,8 @@ FAMILIES: dict[str, Expected] = {
         "shadow",
         epikv_experiment_shadow_requests_total=SHADOW
         | {"outcome": ("compared", "displaced", "interrupted", "failed")},
+        epikv_experiment_pairs_total=SHADOW
+        | {"outcome": ("compared", "displaced", "interrupted", "failed")},
         epikv_experiment_shadow_tokens_total=SHADOW,
         epikv_experiment_shadow_agreed_tokens_total=SHADOW,
         epikv_experiment_shadow_kl_nats_total=SHADOW,
@@ -316,6 +318,11 @@ UNMOVED = {
         "outcome",
         "failed",
     ): "tests/experiments/shadow_test.cc",
+    (
+        "epikv_experiment_pairs_total",
+        "",
+        "",
+    ): "tests/experiments/shadow_test.cc, tests/e2e/experiments/pairs_test.py",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
     ("epikv_tier_failures_total", "", ""): "no disk fails: tests/laws/tier_laws_test.cc",
     ("epikv_engine_step_age_seconds", "", ""): "no step hangs: tests/e2e/operating/hang_test.py",

@@ -191,6 +191,15 @@ EXPERIMENTS = Dashboard(
                     stacked=True,
                 ),
                 lines(
+                    "Pairs",
+                    "Requests that both arms answered, a second, by what became of the answers.",
+                    Query(
+                        rates("epikv_experiment_pairs_total", by="outcome", of=OF), "{{outcome}}"
+                    ),
+                    unit=Unit.REQUESTS_PER_SECOND,
+                    stacked=True,
+                ),
+                lines(
                     "Time for replays",
                     "Seconds in a second, of engines that had nothing else to do.",
                     Query(
