@@ -5,6 +5,7 @@
 #include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,6 +21,7 @@
 #include "server/experiments/figures/distribution.h"
 #include "server/experiments/store/sql_store.h"
 #include "tests/fixtures/counted_units.h"
+#include "tests/fixtures/experiment_records.h"
 #include "tests/fixtures/temporary_folder.h"
 
 // What a report says of records that are in a real store.
@@ -546,6 +548,162 @@ TEST_F(SubgroupReportTest, SaysTheSameInSeveralPasses) {
   AddUnits(800);
   EXPECT_EQ(Report({.memory_bytes = 1}).SerializeAsString(), Report().SerializeAsString());
   EXPECT_EQ(Report({.guardrails_only = true}).subgroups_size(), 0);
+}
+
+// Both arms' answers to the same prompts.
+class PairReportTest : public ReportTest {
+ protected:
+  PairReportTest() { experiment_.mutable_pairs()->set_permille(1000); }
+  struct Pair {
+    std::string unit = {};  // else its own
+    bool lean = false;      // is shown
+    std::string code = "OK";
+    bool ended = true;
+    bool dealt = true;
+    absl::Duration ago = absl::Hours(2);
+  };
+  // A request that has a pair; its id.
+  std::string AddOne(const Pair& pair) {
+    const int i = next_++;
+    Add(i, 1, pair.unit.empty() ? absl::StrCat("u", i) : pair.unit,
+        {.arm = pair.lean ? "lean" : "full", .ended = pair.ended, .code = pair.code});
+    v1::RequestBegan& began = *records_[records_.size() - (pair.ended ? 2 : 1)].mutable_began();
+    *began.mutable_time() = TimestampProto(kNow - pair.ago + absl::Microseconds(i));
+    if (pair.dealt) began.mutable_parts(0)->set_pair_arm(pair.lean ? "full" : "lean");
+    return began.id();
+  }
+  // By arm: prompts differ by far more than the arms do.
+  void AddKls(double of_full, double of_lean, bool lean) {
+    const std::string id = AddOne({.lean = lean});
+    records_.push_back(Paired(id, 0, lean ? of_lean : of_full, lean ? of_full : of_lean));
+  }
+  void AddMany(int n, double lean_more) {
+    for (int i = 0; i < n; ++i) {
+      const double of_prompt = .02 + .2 * (i / 2 * 37 % 100);
+      AddKls(of_prompt, of_prompt + lean_more + .002 * (i / 2 % 3), i % 2 == 1);
+    }
+    Write();
+  }
+
+ private:
+  int next_ = 0;
+};
+
+TEST_F(PairReportTest, EachUnitIsItsOwnControl) {
+  AddMany(300, .003);
+  const v1::ExperimentReport report = Report();
+  const v1::PairsReport& pairs = report.pairs();
+  ASSERT_EQ(pairs.shown_size(), 2);
+  EXPECT_EQ(pairs.shown(0).arm(), "full");
+  for (const v1::ShownArm& shown : pairs.shown()) {
+    EXPECT_EQ(shown.units(), 150u);
+    EXPECT_EQ(shown.compared(), 150u);
+    EXPECT_EQ(shown.lost() + shown.waiting(), 0u);
+  }
+  EXPECT_EQ(pairs.losses().p_value(), 1);
+  EXPECT_EQ(pairs.alpha(), 0.05);
+  ASSERT_EQ(pairs.metrics_size(), 2);
+  const v1::PairedMetric& kl = pairs.metrics(0);
+  EXPECT_EQ(kl.metric().name(), "shadow_kl_nats");
+  EXPECT_NEAR(kl.arm_mean() - kl.control_mean(), .005, 1e-9);
+  EXPECT_NEAR(kl.difference_sd(), .002 * std::sqrt(2. / 3 * 300 / 299), 1e-9);
+  EXPECT_EQ(kl.effect().arm(), "lean");
+  EXPECT_NEAR(kl.effect().difference(), .005, 1e-9);
+  EXPECT_EQ(kl.effect().verdict(), v1::Effect::VERDICT_WORSE);
+  EXPECT_FALSE(kl.effect().has_lift());
+  EXPECT_EQ(pairs.metrics(1).metric().name(), "shadow_top1_agreement");
+  EXPECT_EQ(pairs.metrics(1).control_mean(), pairs.metrics(1).arm_mean());
+  EXPECT_EQ(pairs.metrics(1).effect().verdict(), v1::Effect::VERDICT_TOO_EARLY)
+      << "no answer differs";
+  EXPECT_FALSE(Report({.guardrails_only = true}).has_pairs());
+}
+
+TEST_F(PairReportTest, BothMetricsShareAlpha) {
+  AddMany(300, .003);
+  MetricTally differences(1);
+  for (int i = 0; i < 300; ++i) {
+    const double of_prompt = .02 + .2 * (i / 2 * 37 % 100);
+    const double of_lean = of_prompt + .003 + .002 * (i / 2 % 3);
+    differences.Add(0, static_cast<uint64_t>(i), of_lean - of_prompt);
+  }
+  EXPECT_NEAR(Report().pairs().metrics(0).effect().interval().lower(),
+              ComparePairs(differences.sums(), .025).interval.lower, 1e-9);
+}
+
+TEST_F(PairReportTest, SaysTooEarlyOfFewAndNothingOfNone) {
+  EXPECT_FALSE(Report().pairs().metrics(0).has_control_mean());
+  AddMany(99, .02);
+  const v1::PairedMetric kl = Report().pairs().metrics(0);
+  EXPECT_EQ(kl.effect().verdict(), v1::Effect::VERDICT_TOO_EARLY);
+  EXPECT_NEAR(kl.effect().difference(), .022, .001);
+  experiment_.clear_pairs();
+  EXPECT_FALSE(Report().has_pairs());
+}
+
+TEST_F(PairReportTest, APairIsLostInAnyWay) {
+  records_.push_back(Paired(AddOne({}), 0));  // the rest of it was not done
+  AddOne({.code = "CANCELLED"});
+  AddOne({.lean = true, .code = "RESOURCE_EXHAUSTED"});
+  AddOne({.lean = true});                                           // with its server, once shown
+  AddOne({.ended = false});                                         // with its server, before
+  AddOne({.lean = true, .ago = absl::Minutes(1)});                  // waits for its turn
+  AddOne({.lean = true, .ended = false, .ago = absl::Seconds(1)});  // runs
+  AddOne({.dealt = false});
+  AddKls(.1, .2, false);
+  Write();
+  const v1::PairsReport pairs = Report().pairs();
+  EXPECT_EQ(pairs.shown(0).units(), 4u);
+  EXPECT_EQ(pairs.shown(0).compared(), 1u);
+  EXPECT_EQ(pairs.shown(0).lost(), 3u);
+  EXPECT_EQ(pairs.shown(0).waiting(), 0u);
+  EXPECT_EQ(pairs.shown(1).units(), 4u);
+  EXPECT_EQ(pairs.shown(1).lost(), 2u);
+  EXPECT_EQ(pairs.shown(1).waiting(), 2u);
+}
+
+TEST_F(PairReportTest, OnlyTheFirstRequestOfAUnitCounts) {
+  records_.push_back(Paired(AddOne({.unit = "a"}), 0, .1, .1));
+  records_.push_back(Paired(AddOne({.unit = "a"}), 0, .9, .1));  // of another replica
+  AddOne({.unit = "b", .dealt = false});
+  records_.push_back(Paired(AddOne({.unit = "b"}), 0, .9, .1));
+  Write();
+  const v1::PairsReport pairs = Report().pairs();
+  EXPECT_EQ(pairs.shown(0).units(), 1u);
+  EXPECT_EQ(pairs.later_requests(), 2u);
+  EXPECT_NEAR(pairs.metrics(0).control_mean(), .1, 1e-9);
+}
+
+TEST_F(PairReportTest, IsWithheldWhereOneArmLosesMore) {
+  for (int i = 0; i < 400; ++i) {
+    const bool lean = i % 2 == 1;
+    if (lean && i % 10 == 1)
+      records_.push_back(Paired(AddOne({.lean = true}), 0));
+    else
+      AddKls(.02 * (i % 7), .02 * (i % 7) + .01 * (i % 3), lean);
+  }
+  Write();
+  v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.blocked(), "");
+  EXPECT_EQ(report.pairs().shown(1).lost(), 40u);
+  EXPECT_TRUE(report.pairs().losses().alarm());
+  for (const v1::PairedMetric& metric : report.pairs().metrics()) {
+    EXPECT_FALSE(metric.has_effect());
+    EXPECT_TRUE(metric.has_arm_mean());
+  }
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("their comparison is withheld")));
+  experiment_.set_sample_ratio_explanation("lean's prompts were too long for idle time");
+  report = Report();
+  EXPECT_TRUE(report.pairs().metrics(0).has_effect());
+  EXPECT_THAT(report.notes(), Not(Contains(HasSubstr("withheld"))));
+}
+
+TEST_F(PairReportTest, IsWithheldWhereUnitsAreNotSplitAsTheWeightsSay) {
+  for (int i = 0; i < 400; ++i) AddKls(.02 * (i % 7), .02 * (i % 7) + .01 * (i % 3), i % 4 == 0);
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_NE(report.blocked(), "");
+  EXPECT_FALSE(report.pairs().losses().alarm());
+  EXPECT_FALSE(report.pairs().metrics(0).has_effect());
 }
 
 // Whether a unit is right is known before, by its covariate.

@@ -70,6 +70,25 @@ TEST(SampleRatioTest, AlarmsAtOneInAThousand) {
   EXPECT_TRUE(CheckSampleRatio({{5165, 4835}}, weights).alarm());
 }
 
+// By hand: 12 of 20 that were lost are of an arm with half of all; the exact binomial test.
+TEST(LossesTest, AreComparedWithWhatWasSettled) {
+  EXPECT_NEAR(CheckLosses({{12, 8}}, {{500, 500}}).p_value, .503445, 1e-5);
+  EXPECT_NEAR(CheckLosses({{30, 0}}, {{500, 500}}).p_value, std::pow(.5, 29), 1e-12);
+  EXPECT_FALSE(CheckLosses({{100, 300}}, {{1000, 3000}}).alarm());
+  EXPECT_TRUE(CheckLosses({{100, 100}}, {{1000, 3000}}).alarm());
+}
+
+TEST(LossesTest, WhereMostAreLostWhatIsKeptTells) {
+  EXPECT_EQ(CheckLosses({{470, 500}}, {{500, 500}}).p_value,
+            CheckLosses({{30, 0}}, {{500, 500}}).p_value);
+}
+
+TEST(LossesTest, SayNothingOfNothing) {
+  EXPECT_EQ(CheckLosses({{0, 0}}, {{0, 0}}).p_value, 1);
+  EXPECT_EQ(CheckLosses({{0, 0}}, {{9, 9}}).p_value, 1);
+  EXPECT_EQ(CheckLosses({{9, 9}}, {{9, 9}}).p_value, 1);
+}
+
 TEST(SampleRatioTest, SaysNothingOfNothing) {
   EXPECT_EQ(CheckSampleRatio({{0, 0}}, {{.5, .5}}).p_value, 1);
   EXPECT_EQ(CheckSampleRatio({{1, 0}}, {{.5, .5}}).p_value, 1);
@@ -430,6 +449,37 @@ TEST(SubgroupsTest, ThoseThatSayNothingYetTakeNoPart) {
             CompareSubgroups({one, other}, .01).p_value);
   EXPECT_LT(CompareSubgroups({one, other}, .01).p_value, 1e-6);
   EXPECT_EQ(CompareSubgroups({one, other}, 0).num_compared, 0) << "all units say nothing yet";
+}
+
+MetricSums Differences(int units, double shift) {
+  MetricTally tally(1);
+  for (int i = 0; i < units; ++i) {
+    tally.Add(0, static_cast<uint64_t>(i), shift + (i % 2 == 0 ? 1 : -1));
+  }
+  return tally.sums();
+}
+
+TEST(PairsTest, AreAMixtureOverTheirMean) {
+  const Comparison found = ComparePairs(Differences(400, .25), .05);
+  EXPECT_EQ(found.basis, Basis::kAsymptotic);
+  EXPECT_NEAR(*found.difference, .25, 1e-12);
+  const double variance = 1. / 399, spread = kPairTau * kPairTau / variance;
+  const double radius = std::sqrt(MixtureBound(spread, .05) * variance);
+  EXPECT_NEAR(found.interval.lower, .25 - radius, 1e-9);
+  EXPECT_NEAR(found.interval.upper, .25 + radius, 1e-9);
+  EXPECT_NEAR(found.p_value, MixturePValue(.0625 / variance, spread), 1e-12);
+  EXPECT_LT(found.p_value, .05);
+  EXPECT_GT(found.interval.lower, 0);
+}
+
+TEST(PairsTest, OfFewOrEqualOnesSayNothing) {
+  EXPECT_EQ(ComparePairs(Differences(98, .25), .05).basis, Basis::kTooEarly);
+  MetricTally equal(1);
+  for (int i = 0; i < 1000; ++i) equal.Add(0, static_cast<uint64_t>(i), 0);
+  const Comparison found = ComparePairs(equal.sums(), .05);
+  EXPECT_EQ(found.basis, Basis::kTooEarly);
+  EXPECT_EQ(found.difference, 0);
+  EXPECT_EQ(ComparePairs(MetricTally(1).sums(), .05).difference, std::nullopt);
 }
 
 TEST(GuardrailTest, IsSafeWhereNothingEverFails) {

@@ -49,6 +49,7 @@ struct Owner {
   int64_t prompt_tokens = 0;
   std::optional<double> covariate;  // the client's
   Classes classes = {};
+  bool first = false;  // this is that request
 };
 
 }  // namespace epikv

@@ -281,6 +281,24 @@ Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
   return comparison;
 }
 
+double AlphaPerPairedMetric(double alpha) { return alpha / 2; }
+
+Comparison ComparePairs(const MetricSums& differences, double alpha) {
+  Require(differences.arms.size() == 1, "differences are of one arm");
+  const ArmEstimate found = Estimate(differences).arms.front();
+  Comparison comparison{.treatment = found, .difference = found.mean};
+  if (!HasUnits(found) || !HasEffectiveUnits(found)) return comparison;
+  const double tau_squared = kPairTau * kPairTau * found.value_variance;
+  const double spread = tau_squared / found.variance;
+  const double radius = std::sqrt(MixtureBound(spread, alpha) * found.variance);
+  comparison.basis = Basis::kAsymptotic;
+  comparison.variance = found.variance;
+  comparison.tau_squared = tau_squared;
+  comparison.interval = {.lower = *found.mean - radius, .upper = *found.mean + radius};
+  comparison.p_value = MixturePValue(*found.mean * *found.mean / found.variance, spread);
+  return comparison;
+}
+
 Heterogeneity CompareSubgroups(absl::Span<const Comparison> subgroups, double tau_squared) {
   if (tau_squared == 0) return {};
   std::vector<Estimated> differences;

@@ -137,6 +137,19 @@ struct Comparison {
 Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
                    const AnalysisOptions& options);
 
+// alpha for one of the two metrics of pairs, so that the chance that either interval is ever wrong
+// is alpha (Bonferroni).
+double AlphaPerPairedMetric(double alpha);
+
+// Of one difference a unit has, as the only arm of `differences`: treatment - control on the same
+// prompt. Asymptotic, from kLeastUnits and kLeastEffectiveUnits on, with a tau of kPairTau standard
+// deviations of the differences (tests/experiments/pair_simulation_test.cc). `treatment` says how
+// much there is; no lift.
+Comparison ComparePairs(const MetricSums& differences, double alpha);
+// Tightest at about 150 units, for pairs are of thin traffic; up to 5,000 less than a seventh wider
+// than it could be.
+inline constexpr double kPairTau = .25;
+
 // Whether the difference is the same in all of these comparisons of one pair of arms, in subgroups
 // that share no unit. Those that are not asymptotic say nothing yet.
 struct Heterogeneity {

@@ -37,6 +37,14 @@ v1::Basis ToProto(Basis basis) {
   return v1::BASIS_UNSPECIFIED;
 }
 
+v1::SampleRatio ToProto(const SampleRatio& ratio) {
+  v1::SampleRatio proto;
+  proto.set_statistic(ratio.statistic);
+  proto.set_p_value(ratio.p_value);
+  proto.set_alarm(ratio.alarm());
+  return proto;
+}
+
 v1::GuardrailReport::Verdict ToProto(Verdict verdict) {
   switch (verdict) {
     case Verdict::kTooEarly:

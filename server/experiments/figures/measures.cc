@@ -46,12 +46,6 @@ Observations LostOf(absl::string_view metric) {
 }
 
 Observations MeasuredOf(absl::string_view metric, const RequestRow& row) {
-  if (metric == kShadowKlNats || metric == kShadowTop1Agreement) {
-    if (!row.shadow.has_value()) return {};
-    const auto tokens = static_cast<double>(row.shadow->tokens);
-    const bool kl = metric == kShadowKlNats;
-    return {(kl ? row.shadow->kl_nats : static_cast<double>(row.shadow->agreed_tokens)) / tokens};
-  }
   if (row.lost) return LostOf(metric);
   return row.end.has_value() ? MeasuredOf(metric, *row.end) : Observations();
 }
@@ -79,6 +73,7 @@ std::vector<Measure> MeasuresOf(const v1::Experiment& experiment, bool guardrail
     measure.measured = true;
     measure.confounded = measured.confounded && !experiment.has_switchback();
     measure.of_windows = measured.of_windows;
+    measure.replayed = measured.name == kShadowKlNats || measured.name == kShadowTop1Agreement;
   }
   for (Measure& measure : measures) {
     measure.primary = measure.metric.name() == experiment.primary_metric();
@@ -91,7 +86,16 @@ std::vector<Measure> MeasuresOf(const v1::Experiment& experiment, bool guardrail
   return measures;
 }
 
+double ReplayedOf(const Measure& measure, const ShadowRow& row) {
+  const auto agreed = static_cast<double>(row.agreed_tokens);
+  const bool is_kl = measure.metric.name() == kShadowKlNats;
+  return (is_kl ? row.kl_nats : agreed) / static_cast<double>(row.tokens);
+}
+
 Observations ObservationsOf(const Measure& measure, const RequestRow& row) {
+  if (measure.replayed) {
+    return row.shadow.has_value() ? Observations{ReplayedOf(measure, *row.shadow)} : Observations();
+  }
   if (measure.measured) return MeasuredOf(measure.metric.name(), row);
   Observations values;
   for (const OutcomeRow& outcome : row.outcomes) {

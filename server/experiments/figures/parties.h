@@ -14,6 +14,7 @@
 #include "server/experiments/definition/subgroups.h"
 #include "server/experiments/definition/windows.h"
 #include "server/experiments/figures/arms.h"
+#include "server/experiments/figures/figure_messages.h"
 #include "server/experiments/figures/sample_ratio.h"
 #include "server/experiments/store/store.h"
 
@@ -67,7 +68,9 @@ class Parties {
       count.exposed_units += known->second.exposed ? 0 : 1;
       known->second.exposed = true;
     }
-    return OwnerOf(unit, known->second);
+    Owner owner = OwnerOf(unit, known->second);
+    owner.first = fresh;
+    return owner;
   }
   void AddPoint(absl::Time time) {
     for (Count& count : counts_) {
@@ -148,9 +151,7 @@ class Parties {
     std::vector<double> weights;
     for (size_t i = 0; i < arms_.size(); ++i) weights.push_back(arms_.at(i).weight_permille());
     const SampleRatio ratio = CheckSampleRatio(units, weights);
-    v1::SampleRatio proto;
-    proto.set_statistic(ratio.statistic);
-    proto.set_p_value(ratio.p_value);
+    v1::SampleRatio proto = ToProto(ratio);
     proto.set_alarm(ratio.p_value < kSampleRatioAlarm / static_cast<double>(of));
     return proto;
   }

@@ -24,6 +24,7 @@
 #include "server/experiments/figures/figure_messages.h"
 #include "server/experiments/figures/measures.h"
 #include "server/experiments/figures/metric_part.h"
+#include "server/experiments/figures/pair_part.h"
 #include "server/experiments/figures/parties.h"
 #include "server/experiments/figures/subgroup_part.h"
 #include "server/experiments/figures/throughput.h"
@@ -87,7 +88,6 @@ class ReportMaker {
 
   absl::StatusOr<v1::ExperimentReport> Make() {
     if (absl::Status status = ReadParties(); !status.ok()) return status;
-    report_.set_blocked(Blocked(report_));
     absl::StatusOr<EarlierOutcomes> earlier =
         ReadEarlierOutcomes(experiment_, WithEarlier(), store_, options_.cancelled);
     if (!earlier.ok()) return earlier.status();
@@ -134,9 +134,16 @@ class ReportMaker {
   }
   absl::Status ReadParties() {
     Parties parties(experiment_, arms_, subgroups_);
-    absl::Status status = ReadAlong([&](const RequestRow& row) { parties.Add(row); },
-                                    [&](absl::Time time) { parties.AddPoint(time); });
+    PairPart pairs(experiment_, arms_, lost_before_);
+    absl::Status status = ReadAlong(
+        [&](const RequestRow& row) {
+          const std::optional<Owner> owner = parties.Add(row);
+          if (owner.has_value()) pairs.Add(*owner, row);
+        },
+        [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
+    report_.set_blocked(Blocked(report_));
+    if (!options_.guardrails_only) pairs.Report(report_);
     units_ = parties.units();
     if (windows_.has_value()) {
       units_ = std::max(units_, (timeline_.end() - timeline_.begin()) / windows_->length());
@@ -285,6 +292,14 @@ class ReportMaker {
                             "had a hand in who is in it",
                             subgroup.name(), analysis.by(), subgroup.sample_ratio().p_value()));
       }
+    }
+    if (report_.pairs().losses().alarm()) {
+      report_.add_notes(absl::StrFormat(
+          "pairs are not lost alike whichever arm is shown (p = %.2g): an arm has had a hand in "
+          "what is compared%s",
+          report_.pairs().losses().p_value(),
+          experiment_.sample_ratio_explanation().empty() ? ", so their comparison is withheld"
+                                                         : ""));
     }
     if (report_.crossed_requests() > 0) {
       report_.add_notes(absl::StrCat(

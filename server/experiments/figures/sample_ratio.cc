@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <vector>
 
 #include "runtime/base/require.h"
 
@@ -66,6 +67,17 @@ SampleRatio CheckSampleRatio(absl::Span<const int64_t> units, absl::Span<const d
   }
   ratio.p_value = std::min(1., arms == 2 ? least_p : least_p * arms);
   return ratio;
+}
+
+SampleRatio CheckLosses(absl::Span<const int64_t> lost, absl::Span<const int64_t> settled) {
+  Require(lost.size() == settled.size(), "one number an arm");
+  std::vector<int64_t> kept;
+  for (size_t arm = 0; arm < lost.size(); ++arm) kept.push_back(settled[arm] - lost[arm]);
+  const int64_t all_lost = std::reduce(lost.begin(), lost.end());
+  const int64_t all_kept = std::reduce(kept.begin(), kept.end());
+  if (all_lost + all_kept == 0) return {};
+  return CheckSampleRatio(all_lost <= all_kept ? lost : absl::MakeConstSpan(kept),
+                          std::vector<double>(settled.begin(), settled.end()));
 }
 
 }  // namespace epikv

@@ -26,4 +26,10 @@ struct SampleRatio {
 // arms (Bonferroni; of two arms the tests are one, and exact).
 SampleRatio CheckSampleRatio(absl::Span<const int64_t> units, absl::Span<const double> weights);
 
+// Whether what was dealt to arms was lost from each of them alike. settled: of each arm, what is
+// lost or kept, >= lost >= 0. CheckSampleRatio of the rarer fate, with what is settled as weights:
+// exact as that fate becomes rare, and careful where it is not (at a half of all, p is of a
+// statistic that is half as large).
+SampleRatio CheckLosses(absl::Span<const int64_t> lost, absl::Span<const int64_t> settled);
+
 }  // namespace epikv

@@ -87,6 +87,8 @@ def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}/p_value", {"value": found.p_value}
             words = ("", "too early", "not seen to differ", "not the same")
             yield f"{path}/verdict", {"value": words[found.verdict]}
+    if of.HasField("pairs"):
+        yield from expected_of_pairs(of.pairs)
     for guardrail in of.guardrails:
         path = f"guardrail/{guardrail.guardrail.metric}/{guardrail.arm}"
         words = ("", "too early", "undecided", "safe", "breached")
@@ -94,6 +96,29 @@ def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}/verdict", {"value": words[guardrail.verdict]}
         yield f"{path}/difference", {"value": guardrail.difference}
         yield f"{path}/interval", bounds(guardrail.interval)
+
+
+def expected_of_pairs(pairs: experiment_pb2.PairsReport) -> Iterator[tuple[str, dict[str, Any]]]:
+    for shown in pairs.shown:
+        for name in ("compared", "lost", "waiting"):
+            yield f"pairs/{shown.arm}/{name}", {"value": getattr(shown, name)}
+    yield "pairs/later_requests", {"value": pairs.later_requests}
+    yield "pairs/losses/alarm", {"value": "alarm" if pairs.losses.alarm else "in order"}
+    yield "pairs/losses/p_value", {"value": pairs.losses.p_value}
+    yield "pairs/losses/statistic", {"value": pairs.losses.statistic}
+    for metric in pairs.metrics:
+        path, effect = f"pairs/{metric.metric.name}", metric.effect
+        yield f"{path}/control_mean", {"value": metric.control_mean}
+        yield f"{path}/arm_mean", {"value": metric.arm_mean}
+        yield f"{path}/difference_sd", {"value": metric.difference_sd}
+        if not metric.HasField("effect"):
+            yield f"{path}/verdict", {"value": "withheld"}
+            continue
+        words = ("", "too early", "undecided", "better", "worse", "differs")
+        yield f"{path}/difference", {"value": effect.difference}
+        yield f"{path}/difference/interval", bounds(effect.interval)
+        yield f"{path}/verdict", {"value": words[effect.verdict]}
+        yield f"{path}/p_value", {"value": effect.p_value}
 
 
 # Of subgroups neither lifts nor p-values of their own are told.

@@ -71,6 +71,18 @@ def test_each_report_says_what_is_special_about_it(told: Callable[[str], str]) -
             " of the units: it takes 23.7 % out of the variance of the difference, as +31.1 % units"
             " would.",
         ],
+        "pairs": [
+            "The same prompts; 95 % intervals of both metrics together",
+            "shadow_kl_nats 0.019 nats 0.041 nats +0.022 nats worse +0.016 to +0.028 nats",
+            "shadow_top1_agreement 0.982 0.979 -0.003 undecided -0.009 to +0.003",
+            "shadow_kl_nats: a unit's difference has a standard deviation of 0.039 nats.",
+            "Pairs: 206 compared with full shown, 4 lost with full shown, 2 waiting with full shown,"
+            " 211 compared with lean shown, 5 lost with lean shown, 2 waiting with lean shown,"
+            " 6 left out: not their unit's first",
+            "Losses: lost alike whichever arm is shown, but for chance (p 0.76)",
+            "and nothing of outcomes",
+        ],
+        "uneven_pairs": ["withheld", "Losses: ALARM: not lost alike whichever arm is shown"],
         "unexposed": ["Nobody was exposed", "exposed no data yet"],
         "unbounded": ["-8 points or more", "no bound yet", "+10.6 % or less"],
         "lift_outside": ["below -460 % or above +190 %"],
@@ -90,6 +102,16 @@ def test_a_definition_says_which_classes_there_are() -> None:
         "prompts cut at 256, 1024 tokens; label tier: free, paid, other"
     )
     assert reading.subgroups_of(report("clear").experiment) == ""
+
+
+def test_pairs_are_told_where_there_are_any(told: Callable[[str], str]) -> None:
+    made = report("pairs").experiment
+    assert reading.pairs_of(made) == "both arms answer the first prompt of 100.0 % of units"
+    assert reading.pairs_of(report("clear").experiment) == ""
+    assert "The same prompts" not in told("clear")
+    assert 'id="pairs"' not in page.html(report("clear"))
+    uneven = told("uneven_pairs").partition("The same prompts")[2].partition("Measured by")[0]
+    assert "undecided" not in uneven and "worse" not in uneven
 
 
 def test_a_subgroup_has_no_verdict_where_an_arm_has_had_a_hand_in_it(

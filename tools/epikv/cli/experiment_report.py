@@ -132,6 +132,8 @@ def tell(report: ExperimentReport) -> None:
         _subgroups(report, metric)
     for metric in (*groups.declared, *groups.shadow):
         _metric(report, metric, metric.metric.name)
+    if report.HasField("pairs"):
+        _pairs(report)
     if groups.measured:
         _title("Measured by the server, everyone")
         _compact(report, groups.measured)
@@ -271,6 +273,35 @@ def _subgroups(report: ExperimentReport, metric: MetricReport) -> None:
             _say(said, indent=2, style=_STYLES[told.tone])
     if report.subgroups:
         _say(reading.SUBGROUPS, indent=2)
+
+
+def _pairs(report: ExperimentReport) -> None:
+    pairs = report.pairs
+    _title(f"The same prompts; {figures.level(pairs.alpha)} intervals of both metrics together")
+    table = _table("metric", reading.control_of(report), "arm", "arm - control", "verdict")
+    for metric in pairs.metrics:
+        how = reading.paired_scale(metric)
+        effect = metric.effect if metric.effect.HasField("difference") else None
+        table.add_row(
+            metric.metric.name,
+            how.value(metric.control_mean) if metric.HasField("control_mean") else "no data yet",
+            how.value(metric.arm_mean) if metric.HasField("arm_mean") else "",
+            _difference(effect, how),
+            _verdict(reading.paired_verdict(metric)),
+        )
+    _out.print(table)
+    for metric in pairs.metrics:
+        if metric.HasField("difference_sd"):
+            sd = reading.paired_scale(metric).value(metric.difference_sd)
+            _say(
+                f"{metric.metric.name}: a unit's difference has a standard deviation of {sd}.",
+                indent=2,
+            )
+    told = [f"{figures.count(n)} {what}" for _, what, n in reading.pair_fates(report) if n]
+    _say(f"Pairs: {', '.join(told) or 'none yet'}", indent=2)
+    style = _STYLES["bad"] if pairs.losses.alarm else ""
+    _say(f"Losses: {reading.losses(pairs)}", indent=2, style=style)
+    _say(reading.PAIRS, indent=2)
 
 
 def _difference(effect: Effect | None, how: figures.Scale) -> str:

@@ -61,6 +61,7 @@ def _facts(experiment: Experiment) -> list[tuple[str, str]]:
         ("takes part", _eligibility(experiment)),
         ("switchback", reading.windows_of(experiment)),
         ("subgroups", reading.subgroups_of(experiment)),
+        ("pairs", reading.pairs_of(experiment)),
         ("buckets", f"version {experiment.bucket_version}{salt}"),
         ("decides", experiment.primary_metric),
         ("alpha", f"{experiment.alpha:g}"),

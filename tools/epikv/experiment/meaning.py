@@ -84,6 +84,7 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             reading.switchback(report) if reading.is_switchback(report) else reading.CONFOUNDED,
         ),
         ("Shadow quality", reading.SHADOW_MEANS),
+        *([("The same prompts", reading.PAIRS)] if report.HasField("pairs") else []),
         (
             "Attrition",
             "A mean is of the outcomes that came in. If those who are missing differ between arms,"

@@ -23,6 +23,7 @@ from epikv.v1.experiment_pb2 import (
     GuardrailReport,
     Interval,
     MetricReport,
+    PairedMetric,
     Subgroup,
     SubgroupAnalysis,
 )
@@ -74,6 +75,8 @@ def _sections(report: ExperimentReport) -> Iterator[Section]:
         yield _section("declared", "Other declared metrics", *parts)
     if groups.shadow:
         yield _section("shadow", "Shadow quality", *_shadow(report, groups.shadow))
+    if report.HasField("pairs"):
+        yield _section("pairs", "The same prompts", *_pairs(report))
     if groups.measured:
         yield _section("measured", "Measured by the server", *_own(report, groups.measured))
     if groups.confounded:
@@ -608,6 +611,63 @@ def _shadow(report: ExperimentReport, metrics: Sequence[MetricReport]) -> Iterat
     if names := [n for n in _distributed(report) if n.startswith(reading.SHADOW)]:
         yield element("h3", "By arm")
         yield from _distributions(report, names)
+
+
+def _pairs(report: ExperimentReport) -> Iterator[Html]:
+    pairs = report.pairs
+    yield element("p", reading.PAIRS)
+    yield element(
+        "p",
+        f"{figures.level(pairs.alpha)} intervals of both metrics together, which hold at every look.",
+        class_="soft",
+    )
+    yield _table(
+        "metric",
+        reading.control_of(report),
+        "the other arm",
+        "arm \u2212 control",
+        "its standard deviation between units",
+        _text_column("verdict"),
+        "p, at every look",
+        rows=[_pair_row(metric) for metric in pairs.metrics],
+    )
+    items = [
+        element("li", _span(f"pairs/{name}", n, figures.count(n)), f" {what}")
+        for name, what, n in reading.pair_fates(report)
+    ]
+    yield element("ul", *items)
+    chip = Verdict("alarm", "bad") if pairs.losses.alarm else Verdict("in order", "good")
+    p = f"p {figures.probability(pairs.losses.p_value)}"
+    statistic = f"chi-squared {pairs.losses.statistic:.3g}"
+    yield element(
+        "p",
+        "Losses by the arm that was shown: ",
+        _chip("pairs/losses/alarm", chip),
+        " ",
+        _span("pairs/losses/p_value", pairs.losses.p_value, p),
+        ", ",
+        _span("pairs/losses/statistic", pairs.losses.statistic, statistic),
+    )
+
+
+def _pair_row(metric: PairedMetric) -> list[Html]:
+    path, how, effect = f"pairs/{metric.metric.name}", reading.paired_scale(metric), metric.effect
+    cells = [element("th", f"{metric.metric.name}, {reading.kind(metric.metric)}", scope="row")]
+    for name in ("control_mean", "arm_mean", "difference_sd"):
+        value = getattr(metric, name)
+        known = metric.HasField(name)
+        cells.append(
+            _cell(f"{path}/{name}", value, how.value(value))
+            if known
+            else element("td", "no data yet")
+        )
+    cells.insert(3, _difference(path, effect, how) if effect.HasField("difference") else _empty())
+    cells.append(
+        element("td", _chip(f"{path}/verdict", reading.paired_verdict(metric)), class_="text")
+    )
+    p = effect.p_value
+    known = metric.HasField("effect")
+    return [*cells, _cell(f"{path}/p_value", p, figures.probability(p)) if known else _empty()]
 
 
 def _distributed(report: ExperimentReport) -> list[str]:

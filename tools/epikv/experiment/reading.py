@@ -11,7 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from epikv.experiment.assignment import wash_out_of
-from epikv.experiment.figures import count, level, percent, probability, scale, with_unit
+from epikv.experiment.figures import Scale, count, level, percent, probability, scale, with_unit
 from epikv.messages import enum_name, whole
 from epikv.v1.experiment_pb2 import (
     Analysis,
@@ -25,6 +25,8 @@ from epikv.v1.experiment_pb2 import (
     Heterogeneity,
     Metric,
     MetricReport,
+    PairedMetric,
+    PairsReport,
     SampleRatio,
     Subgroup,
     SubgroupAnalysis,
@@ -220,6 +222,47 @@ def heterogeneity(report: ExperimentReport, found: Heterogeneity) -> str:
         f"{found.arm} less {control_of(report)}, between these subgroups"
         f" (p {probability(found.p_value)}, at every look)"
     )
+
+
+PAIRS = (
+    "Both arms answered the same prompts, the first of each of these units. One answer was shown: that"
+    " of the unit's arm. The other one was generated while nothing else was to be done, and nobody"
+    " saw it. Both were scored under the full cache. Each unit is its own control, so few units"
+    " suffice. This tells how near each arm keeps to the full cache, and nothing of outcomes."
+)
+
+
+def pairs_of(experiment: Experiment) -> str:
+    """How many units have a pair; of none ""."""
+    share = experiment.pairs.permille
+    return f"both arms answer the first prompt of {percent(share / 1000)} of units" if share else ""
+
+
+def pair_fates(report: ExperimentReport) -> list[tuple[str, str, int]]:
+    """Of pairs: name, meaning, and how many; by the arm that was shown where it is of one."""
+    names = {"compared": "compared", "lost": "lost", "waiting": "waiting"}
+    return [
+        (f"{shown.arm}/{name}", f"{meaning} with {shown.arm} shown", getattr(shown, name))
+        for shown in report.pairs.shown
+        for name, meaning in names.items()
+    ] + [("later_requests", "left out: not their unit's first", report.pairs.later_requests)]
+
+
+def losses(pairs: PairsReport) -> str:
+    p = f"p {probability(pairs.losses.p_value)}"
+    if pairs.losses.alarm:
+        return f"ALARM: not lost alike whichever arm is shown ({p})"
+    return f"lost alike whichever arm is shown, but for chance ({p})"
+
+
+def paired_scale(metric: PairedMetric) -> Scale:
+    means = [ArmValue(mean=mean) for mean in (metric.control_mean, metric.arm_mean) if mean]
+    effects = [metric.effect] if metric.HasField("effect") else []
+    return scale(MetricReport(metric=metric.metric, all=Analysis(arms=means, effects=effects)))
+
+
+def paired_verdict(metric: PairedMetric) -> Verdict:
+    return verdict(metric.effect) if metric.HasField("effect") else WITHHELD
 
 
 _COVARIATES = {
