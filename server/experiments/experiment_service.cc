@@ -187,6 +187,9 @@ absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& reque
   if (arms < 2 || arms > kMaxArms) {
     return absl::InvalidArgumentError(absl::StrCat("arms must be 2 to ", kMaxArms));
   }
+  if (request.pairs() && (arms != 2 || request.covariate_r2() != 0)) {
+    return absl::InvalidArgumentError("pairs are of two arms, and without a covariate");
+  }
   const double control = request.control_permille() == 0
                              ? 1. / arms
                              : std::min(request.control_permille(), 1000u) / 1000.;
@@ -194,12 +197,14 @@ absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& reque
   const Baseline baseline{.kind = is_share ? MetricKind::kProportion : MetricKind::kMean,
                           .sd = request.sd(),
                           .rate = request.rate()};
-  const Design design{.alpha = AlphaPerArm(alpha, arms),
-                      .power = request.power() == 0 ? .8 : request.power(),
-                      .looks = request.looks() == 0 ? 20 : static_cast<int>(request.looks()),
-                      .control_share = control,
-                      .treatment_share = (1 - control) / (arms - 1),
-                      .covariate_r2 = request.covariate_r2()};
+  const Design design{
+      .alpha = request.pairs() ? AlphaPerPairedMetric(alpha) : AlphaPerArm(alpha, arms),
+      .power = request.power() == 0 ? .8 : request.power(),
+      .looks = request.looks() == 0 ? 20 : static_cast<int>(request.looks()),
+      .control_share = control,
+      .treatment_share = (1 - control) / (arms - 1),
+      .covariate_r2 = request.covariate_r2(),
+      .paired = request.pairs()};
   if (request.aim_case() == v1::PlanExperimentRequest::AIM_NOT_SET) {
     return absl::InvalidArgumentError(
         "set either `effect` (the effect to find) or `units` (how many there will be)");
@@ -216,9 +221,10 @@ absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& reque
   v1::ExperimentPlan answer;
   answer.set_units(static_cast<uint64_t>(units));
   answer.set_power(plan.ok() ? plan->power : design.power);
-  if (plan.ok()) answer.set_tau(plan->tau);
+  if (plan.ok() && !request.pairs()) answer.set_tau(plan->tau);
   if (effects->up.has_value()) answer.set_effect_up(*effects->up);
   if (effects->down.has_value()) answer.set_effect_down(*effects->down);
+  if (request.pairs()) return answer;
   std::vector<double> weights(static_cast<size_t>(arms), design.treatment_share);
   weights.front() = control;
   const auto ratio = PlanSampleRatioUnits(weights, 1, kLoss, design.power);

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "server/experiments/figures/planner.h"
 #include "tests/fixtures/error_details.h"
 #include "tests/fixtures/fake_server.h"
 #include "tests/fixtures/scrape.h"
@@ -449,6 +450,32 @@ TEST_F(ExperimentServiceTest, APlanSaysHowManyUnitsItTakes) {
   EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
   request.set_units(std::numeric_limits<uint64_t>::max());
   EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+}
+
+TEST_F(ExperimentServiceTest, APlanOfPairsSharesAlphaAmongTheirMetrics) {
+  v1::PlanExperimentRequest request;
+  request.set_kind(v1::Metric::KIND_MEAN);
+  request.set_sd(1);
+  request.set_effect(.1);
+  request.set_pairs(true);
+  v1::ExperimentPlan plan;
+  auto ask = [&] { return Ask(&v1::ExperimentService::Stub::PlanExperiment, request, &plan); };
+  ASSERT_TRUE(ask().ok());
+  const Design design = {.alpha = .025, .paired = true};
+  EXPECT_EQ(plan.units(), static_cast<uint64_t>(PlanUnits({.sd = 1}, .1, design)->units));
+  EXPECT_EQ(plan.tau(), 0) << "no metric has it";
+  EXPECT_EQ(plan.sample_ratio_units(), 0u);
+  request.set_arms(3);
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+  request.set_arms(0);
+  request.set_covariate_r2(.5);
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+}
+
+TEST_F(ExperimentServiceTest, WithoutReplaysThereAreNoPairs) {
+  v1::Experiment experiment = Lean();
+  experiment.mutable_pairs()->set_permille(10);
+  EXPECT_THAT(FieldsIn(Create(experiment)), ElementsAre("experiment.pairs"));
 }
 
 TEST_F(ExperimentServiceTest, SeriesTellWhoTakesPart) {

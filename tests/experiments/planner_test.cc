@@ -125,6 +125,18 @@ TEST(PlanTest, EffectsOfAProportionDifferUpAndDown) {
   EXPECT_EQ(PlanEffects(Rate(.01), 5000, {})->down, std::nullopt) << "50 ones are too few to halve";
 }
 
+TEST(PlanTest, PairsNeedAFourthOfASplitsUnitsOfTheSameDeviation) {
+  const Design design = {.paired = true};
+  const UnitPlan pairs = *PlanUnits(kMeanOfOne, .1, design);
+  EXPECT_THAT(pairs.power, DoubleNear(.8, .001));
+  EXPECT_EQ(pairs.tau, kPairTau);
+  const double split = static_cast<double>(PlanUnits(kMeanOfOne, .1, {})->units);
+  EXPECT_THAT(static_cast<double>(pairs.units) / split, DoubleNear(.25, .04));
+  EXPECT_THAT(*PlanEffects(kMeanOfOne, pairs.units, design)->up, DoubleNear(.1, .0002));
+  EXPECT_GE(PlanUnits(kMeanOfOne, 9, design)->units, kLeastUnits) << "before it is too early";
+  EXPECT_THAT(PlanUnits(Rate(.1), .05, design).status().message(), HasSubstr("rate"));
+}
+
 // The thread that plans is everybody's.
 TEST(PlanTest, NumbersThatAreAlmostZeroEnd) {
   const auto of_mean = [](double sd) {

@@ -500,11 +500,13 @@ async def plan_experiment(
     arms: int = 0,
     control_permille: int = 0,
     covariate_r2: float = 0,
+    pairs: bool = False,
 ) -> experiment_pb2.ExperimentPlan:
     """How many units it takes to find `effect`, or what so many `units` find.
 
     Of a proportion give its `rate`, of a mean the standard deviation `sd` between units; of the
-    others 0 is the server's default. What a field means: PlanExperimentRequest.
+    others 0 is the server's default. With `pairs`, `sd` is that of a unit's difference between both
+    arms' answers. What a field means: PlanExperimentRequest.
     """
     if (rate is None) == (sd is None):
         raise ValueError("give the rate of a proportion or the sd of a mean, one of them")
@@ -523,6 +525,7 @@ async def plan_experiment(
         arms=arms,
         control_permille=control_permille,
         covariate_r2=covariate_r2,
+        pairs=pairs,
     )
     return await connection.ask(connection.experiments.PlanExperiment, request)
 

@@ -77,6 +77,9 @@ double Integral(const Grid& grid) {
   return sum;
 }
 
+// Of a mean, whose distribution is not known: by a normal one's kurtosis.
+constexpr double kNormalEffectiveShare = 1. / 3;
+
 // One arm as the plan expects it.
 struct ExpectedArm {
   double units = 0;
@@ -103,8 +106,7 @@ ExpectedArms Expect(const Baseline& baseline, double effect, double units, const
     return {.control = ProportionArm(units, design.control_share, baseline.rate),
             .treatment = ProportionArm(units, design.treatment_share, baseline.rate + effect)};
   }
-  // Of what distribution is not known: a normal one's kurtosis.
-  ExpectedArm arm{.variance = baseline.sd * baseline.sd, .effective_share = 1. / 3};
+  ExpectedArm arm{.variance = baseline.sd * baseline.sd, .effective_share = kNormalEffectiveShare};
   const auto with = [&](double share) {
     arm.units = units * share;
     arm.share = share;
@@ -122,7 +124,34 @@ bool IsTooEarly(const ExpectedArm& arm, double share) {
          effective - 2 * std::sqrt(effective) < kLeastEffectiveUnits;
 }
 
+// A bound for each look, infinite where it is too early. variance: of the estimate at the last
+// look.
+std::vector<double> BoundsOf(const Design& design, double variance, double tau_squared,
+                             absl::Span<const ExpectedArm> arms) {
+  std::vector<double> bounds(design.looks);
+  for (int look = 0; look < design.looks; ++look) {
+    const double share = (look + 1.) / design.looks;
+    const bool is_early = std::any_of(arms.begin(), arms.end(), [share](const ExpectedArm& arm) {
+      return IsTooEarly(arm, share);
+    });
+    bounds[look] =
+        is_early ? kNoBound : std::sqrt(MixtureBound(tau_squared * share / variance, design.alpha));
+  }
+  return bounds;
+}
+
+UnitPlan PowerOfPairs(double sd, double effect, double units, const Design& design) {
+  const double variance = sd * sd / units, tau = kPairTau * sd;
+  const ExpectedArm all{
+      .units = units, .share = 1, .variance = sd * sd, .effective_share = kNormalEffectiveShare};
+  return {.units = static_cast<int64_t>(units),
+          .power = CrossingProbability(BoundsOf(design, variance, tau * tau, {all}),
+                                       effect / std::sqrt(variance)),
+          .tau = tau};
+}
+
 UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const Design& design) {
+  if (design.paired) return PowerOfPairs(baseline.sd, effect, units, design);
   const auto [control, treatment] = Expect(baseline, effect, units, design);
   const double value_variance =
       (control.units * control.variance + treatment.units * treatment.variance) /
@@ -132,16 +161,11 @@ UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const De
   const double tau_squared = design.tuning == Tuning::kLastLook
                                  ? TightestSpread(design.alpha) * variance
                                  : kDefaultTau * kDefaultTau * value_variance;
-  std::vector<double> bounds(design.looks);
-  for (int look = 0; look < design.looks; ++look) {
-    const double share = (look + 1.) / design.looks;
-    const bool is_early = IsTooEarly(control, share) || IsTooEarly(treatment, share);
-    bounds[look] =
-        is_early ? kNoBound : std::sqrt(MixtureBound(tau_squared * share / variance, design.alpha));
-  }
-  return {.units = static_cast<int64_t>(units),
-          .power = CrossingProbability(bounds, effect / std::sqrt(variance)),
-          .tau = std::sqrt(tau_squared)};
+  return {
+      .units = static_cast<int64_t>(units),
+      .power = CrossingProbability(BoundsOf(design, variance, tau_squared, {control, treatment}),
+                                   effect / std::sqrt(variance)),
+      .tau = std::sqrt(tau_squared)};
 }
 
 absl::Status OutOf(absl::string_view name, absl::string_view range, double value) {
@@ -164,6 +188,10 @@ absl::Status Check(const Baseline& baseline, const Design& design) {
     return absl::InvalidArgumentError(
         absl::StrCat("shares of units must be positive and sum to at most 1, are ",
                      design.control_share, " and ", design.treatment_share));
+  }
+  if (design.paired && baseline.kind != MetricKind::kMean) {
+    return absl::InvalidArgumentError(
+        "pairs are planned by the standard deviation of their differences, not by a rate");
   }
   if (baseline.kind == MetricKind::kMean) {
     // Beyond, its square is 0 or infinite.

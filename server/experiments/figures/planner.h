@@ -39,6 +39,9 @@ struct Design {
   // Of the units that take part; > 0, together at most 1.
   double control_share = .5, treatment_share = .5;
   double covariate_r2 = 0;  // of the variance, what the covariate explains; in [0, 1)
+  // Of a mean: a unit has one difference, the baseline's sd is that of differences, and
+  // ComparePairs finds it. Shares, covariate and tuning do not matter.
+  bool paired = false;
   Tuning tuning = Tuning::kDefault;
 };
 

@@ -137,6 +137,16 @@ def test_a_plan_of_windows_says_how_long_they_take(
     assert ask(*plan, "--window", 0.5).exit_code == 2
 
 
+def test_a_plan_of_pairs(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> None:
+    fake.experiments.plan = experiment_pb2.ExperimentPlan(units=412, power=0.801)
+    told = squeezed(ask("plan", "--sd", 0.031, "--effect", 0.005, "--pairs").stdout)
+    assert "takes 412 units" in told and "units by arm" not in told
+    assert fake.requests[-1].pairs and fake.requests[-1].sd == 0.031
+    for more in (("--window", 300), ("--arms", 3), ("--r2", 0.3), ("--control-share", 0.4)):
+        refused = ask("plan", "--sd", 1, "--effect", 1, "--pairs", *more)
+        assert refused.exit_code == 2 and "--pairs goes with --sd" in refused.stderr
+
+
 def test_a_plan_of_so_many_units(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> None:
     fake.experiments.plan = experiment_pb2.ExperimentPlan(units=5000, effect_up=0.041)
     told = squeezed(ask("plan", "--rate", 0.7, "--units", 5000, "--arms", 3).stdout)

@@ -84,6 +84,12 @@ _OPEN_SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
     metavar="SECONDS",
     help="For a switchback experiment: length of its windows, which are its units.",
 )
+@click.option(
+    "--pairs",
+    is_flag=True,
+    help="Of units whose first prompt both arms answer: --sd is that of a unit's difference, as reports"
+    " say it.",
+)
 @options.server
 @options.as_json
 def command(
@@ -99,6 +105,7 @@ def command(
     control_share: float | None,
     r2: float,
     window: float | None,
+    pairs: bool,
     server: str,
     as_json: bool,
 ) -> None:
@@ -109,6 +116,10 @@ def command(
     plan for the effect in everyone. The --sd of windows is that of their means, not of requests.
     """
     _check(metric_kind, rate, sd, effect, units)
+    if pairs and (rate is not None or window is not None or control_share or r2 or arms > 2):
+        raise click.UsageError(
+            "--pairs goes with --sd, without --window, --control-share, --r2 and more --arms"
+        )
     permille = round(1000 * control_share) if control_share else 0
     if control_share and not 1 <= permille <= 999:
         raise click.BadParameter("must be from 0.001 to 0.999", param_hint="--control-share")
@@ -124,6 +135,7 @@ def command(
             arms=arms,
             control_permille=permille,
             covariate_r2=r2,
+            pairs=pairs,
         )
     if as_json:
         click.echo(json.dumps(message_as_json(plan)))
@@ -131,7 +143,7 @@ def command(
     table = Table.grid(padding=(0, 2))
     control = permille / 1000 or 1 / arms
     rows = _found(plan, rate, power) if effect is None else _needed(plan, effect, rate, sd)
-    for name, value in (*rows, *_always(plan, power, control, arms)):
+    for name, value in (*rows, *([] if pairs else _always(plan, power, control, arms))):
         if window is not None:
             name, value = (text.replace("units", "windows") for text in (name, value))
         table.add_row(name, value)
