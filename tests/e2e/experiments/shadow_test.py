@@ -5,17 +5,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import exp, fsum, log
+from math import fsum
 from pathlib import Path
 
 import pytest
 import torch
+from divergences import divergence
 from epikv import Client, Experiment, Kv, Output, Sampling, Steering, Stop
 from epikv.calibrate import artefacts
 from epikv.eval.items import Item
 from epikv.eval.tasks import load
 from epikv.export.archive import read_manifest
-from epikv.messages import ScoreResponse
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
@@ -104,32 +104,6 @@ def watched(
         watched = Watched(daemon)
         watched.start()
         yield watched
-
-
-def divergence(full: ScoreResponse, arm: ScoreResponse) -> tuple[float, float]:
-    """Mean KL and top-1 agreement, as far as lists of the likeliest tokens tell.
-
-    Of tokens that `arm` does not list it is only known that they are no likelier than all such
-    together: a lower bound.
-    """
-    kl = agreed = 0.0
-    for i, token in enumerate(full.token_ids):
-        p, q = (
-            dict(zip(top.token_ids, top.logprobs, strict=True)) | {token: scored.logprobs[i]}
-            for scored in (full, arm)
-            for top in [scored.top_logprobs[i]]
-        )
-        both = p.keys() & q.keys()
-        alone = fsum(exp(p[t]) for t in p.keys() - both)
-        others = max(1 - fsum(map(exp, p.values())), 1e-6)
-        unlisted = max(1 - fsum(map(exp, q.values())), 1e-6)
-        elsewhere = max(1 - fsum(exp(q[t]) for t in both), unlisted)
-        share = min(unlisted, elsewhere * alone / (alone + others))
-        kl += fsum(exp(p[t]) * (p[t] - q[t]) for t in both)
-        kl += alone * log(alone / share) if alone else 0
-        kl += others * log(others / max(elsewhere - share, 1e-6))
-        agreed += full.top_logprobs[i].token_ids[0] == arm.top_logprobs[i].token_ids[0]
-    return kl / len(full.token_ids), agreed / len(full.token_ids)
 
 
 def test_replays_show_what_a_client_finds_by_scoring(
