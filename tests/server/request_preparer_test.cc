@@ -30,8 +30,7 @@ class RequestPreparerTest : public ::testing::Test {
   FakeServer server_;
   const ModelPtr model_ = server_.Make({});
   PacketStore packets_;
-  RequestPreparer preparer_{/*experiments=*/nullptr, packets_, /*sessions=*/nullptr,
-                            /*shared_prefixes=*/false};
+  RequestPreparer preparer_{/*experiments=*/nullptr, packets_, /*sessions=*/nullptr, {}};
   grpc::CallbackServerContext context_;
   CallScope scope_{"GenerationService/Generate", server_.frontend(), context_};
 };
