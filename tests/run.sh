@@ -40,6 +40,7 @@ build
 nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS" >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
 tidy=$!
 export OMP_WAIT_POLICY=PASSIVE
+unset PYTHONDONTWRITEBYTECODE  # or each of hundreds of processes would compile what it imports of ours
 ctest --test-dir build/dev -LE 'nightly|gpu' --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons, for which it waits more than it computes.
 # In the order of their folders: the long ones, in e2e, come first.
