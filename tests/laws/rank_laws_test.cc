@@ -110,17 +110,44 @@ Victims VictimsOf(const Transcript& transcript, int64_t heads) {
   return all;
 }
 
-class EveryPolicyByRanks : public testing::TestWithParam<std::tuple<int, PolicyCase>> {};
+class EveryPolicyByRanks : public testing::TestWithParam<std::tuple<int, PolicyCase>> {
+ protected:
+  // One team of each size serves all policies: to load its shards takes longer than a policy's
+  // requests.
+  static Team& TeamOf(int size) {
+    std::unique_ptr<Team>& team = Teams()[size];
+    if (team == nullptr) team = std::make_unique<Team>("mha", size, Options());
+    return *team;
+  }
+  // Longer prompts are read in several steps, most of which have no logits.
+  static HarnessOptions Options() {
+    HarnessOptions options{.prefill_chunk_tokens = 48, .end_tokens = false};
+    options.policies = LawPolicies();
+    return options;
+  }
+  void TearDown() override {
+    if (HasFailure()) Teams().clear();  // the others' are their own
+  }
+  static void TearDownTestSuite() {
+    for (const auto& [size, team] : Teams()) {
+      for (const absl::Status& status : team->End()) EXPECT_TRUE(status.ok()) << status;
+    }
+    Teams().clear();
+  }
+
+ private:
+  static std::map<int, std::unique_ptr<Team>>& Teams() {
+    static auto& teams = *new std::map<int, std::unique_ptr<Team>>;
+    return teams;
+  }
+};
 
 TEST_P(EveryPolicyByRanks, SaysAndKeepsWhatOneAloneDoes) {
   const auto& [size, policy] = GetParam();
-  // Longer prompts are read in several steps, most of which have no logits.
-  HarnessOptions options{.prefill_chunk_tokens = 48, .end_tokens = false};
-  options.policies = LawPolicies();
-  EngineHarness alone(ModelPath("mha"), options);
-  Team team("mha", size, options);
+  EngineHarness alone(ModelPath("mha"), Options());
+  Team& team = TeamOf(size);
   ASSERT_TRUE(team.load().ok()) << team.load();
-  const PolicySpec& spec = *FindPolicy(options.policies, policy.policy);
+  const PolicySpec& spec = *FindPolicy(LawPolicies(), policy.policy);
   const int64_t heads = alone.manifest().num_kv_heads / size;
   for (const int64_t prompt : {30, 120}) {  // beside the budget, and over it
     RequestOptions asked;
@@ -152,7 +179,6 @@ TEST_P(EveryPolicyByRanks, SaysAndKeepsWhatOneAloneDoes) {
     EXPECT_EQ(many_think.tokens, thinks.tokens);
     EXPECT_EQ(VictimsOf(many_think, heads), VictimsOf(thinks, heads));
   }
-  for (const absl::Status& status : team.End()) EXPECT_TRUE(status.ok()) << status;
 }
 
 std::string NameOf(const testing::TestParamInfo<std::tuple<int, PolicyCase>>& info) {
