@@ -475,7 +475,7 @@ INSTANTIATE_TEST_SUITE_P(NightlyLaws, EveryPolicyOfInt8,
                          ::testing::Combine(::testing::Values("gqa_int8", "gqa_bf16_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
-INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicy,
+INSTANTIATE_TEST_SUITE_P(NightlyLawsOfVariants, EveryPolicy,
                          ::testing::Combine(::testing::Values("gqa"),
                                             ::testing::ValuesIn(PolicyVariants())),
                          CaseName);
