@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Module, forward
-
-if TYPE_CHECKING:  # its models take two seconds to import, which most who read a file do not need
-    from transformers import PreTrainedModel
 
 FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
 NARROW_FACTOR = (
@@ -106,16 +103,14 @@ def compare(module: Module, manifest: Manifest, expected: Expected) -> Report:
     )
 
 
-def load(directory: Path, dtype: torch.dtype) -> "PreTrainedModel":
+def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The directory's model in transformers, stored and computing in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()
 
 
-def load_reference(directory: Path, dtype: str) -> "PreTrainedModel":
+def load_reference(directory: Path, dtype: str) -> PreTrainedModel:
     """The directory's model in transformers, computing in float32 with weights of `dtype`."""
     model = load(directory, getattr(torch, dtype))
     if dtype != "float32":
@@ -123,7 +118,7 @@ def load_reference(directory: Path, dtype: str) -> "PreTrainedModel":
     return model
 
 
-def widen(model: "PreTrainedModel") -> None:
+def widen(model: PreTrainedModel) -> None:
     """Makes a model of a narrow dtype compute in float32: each module has its weights in float32
     while it runs, so that no more than one module's are in memory twice."""
 
@@ -154,7 +149,7 @@ def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> lis
 
 
 @torch.inference_mode()
-def extend(model: "PreTrainedModel", prompt: Sequence[int], steps: int) -> list[int]:
+def extend(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> list[int]:
     """The prompt and its greedy continuation of exactly `steps` tokens, end tokens or not."""
     text = list(prompt)
     fed, cache = text, None
@@ -167,7 +162,7 @@ def extend(model: "PreTrainedModel", prompt: Sequence[int], steps: int) -> list[
 
 
 @torch.inference_mode()
-def logits(model: "PreTrainedModel", text: Sequence[int]) -> Tensor:
+def logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
     """Float32 logits at every position of one sequence, [len(text), vocabulary]."""
     return model(torch.tensor([text])).logits[0].float()
 
