@@ -200,8 +200,6 @@ FAMILIES: dict[str, Expected] = {
         "shadow",
         epikv_experiment_shadow_requests_total=SHADOW
         | {"outcome": ("compared", "displaced", "interrupted", "failed")},
-        epikv_experiment_pairs_total=SHADOW
-        | {"outcome": ("compared", "displaced", "interrupted", "failed")},
         epikv_experiment_shadow_tokens_total=SHADOW,
         epikv_experiment_shadow_agreed_tokens_total=SHADOW,
         epikv_experiment_shadow_kl_nats_total=SHADOW,
@@ -209,6 +207,12 @@ FAMILIES: dict[str, Expected] = {
         epikv_experiment_shadow_interruptions_total={},
     ),
     **of("gauge", "shadow", epikv_experiment_shadow_waiting_requests={}),
+    **of(
+        "counter",
+        "nothing",
+        epikv_experiment_pairs_total=SHADOW
+        | {"outcome": ("compared", "displaced", "interrupted", "failed")},
+    ),
     **of(
         "gauge",
         "experiment",
