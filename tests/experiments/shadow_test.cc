@@ -266,6 +266,16 @@ class ShadowTest : public ::testing::Test {
       return absl::OkStatus();
     };
   }
+  void InterruptByALiveRequest() {
+    ASSERT_TRUE(gate_.AwaitHeld());
+    EXPECT_EQ(server_->engine().live(), 0);
+    v1::GenerateRequest request = Asked("live");
+    request.mutable_experiment()->set_opt_out(true);
+    StreamClient live(*stub_, request);
+    ASSERT_EQ(live.AwaitMessages(1).size(), 1u) << "it is accepted meanwhile";
+    gate_.Open();
+    EXPECT_TRUE(live.AwaitDone().ok());
+  }
   double Finished() const {
     double finished = 0;
     for (const auto& family : server_->metrics().page()->Collect()) {
@@ -369,14 +379,7 @@ TEST_F(ShadowTest, ALiveRequestInterruptsAReplayWhichIsTriedAgain) {
   HoldReplays();
   Start();
   ASSERT_TRUE(Once(Asked("sampled")).ok());
-  ASSERT_TRUE(gate_.AwaitHeld());
-  EXPECT_EQ(server_->engine().live(), 0);
-  v1::GenerateRequest request = Asked("live");
-  request.mutable_experiment()->set_opt_out(true);
-  StreamClient live(*stub_, request);
-  ASSERT_EQ(live.AwaitMessages(1).size(), 1u) << "it is accepted meanwhile";
-  gate_.Open();
-  EXPECT_TRUE(live.AwaitDone().ok());
+  ASSERT_NO_FATAL_FAILURE(InterruptByALiveRequest());
   const Watcher::Fate fate = watcher_.AwaitFates(1)[0];
   EXPECT_EQ(fate.fate, ShadowFate::kCompared);
   EXPECT_EQ(watcher_.interruptions(), 1);
@@ -666,14 +669,7 @@ TEST_F(PairTest, ALiveRequestInterruptsTheHiddenAnswerWhichIsTriedAgain) {
   };
   Start();
   ASSERT_TRUE(Once(Of("window")).ok());
-  ASSERT_TRUE(gate_.AwaitHeld());
-  EXPECT_EQ(server_->engine().live(), 0);
-  v1::GenerateRequest request = Asked("live");
-  request.mutable_experiment()->set_opt_out(true);
-  StreamClient live(*stub_, request);
-  ASSERT_EQ(live.AwaitMessages(1).size(), 1u) << "it is accepted meanwhile";
-  gate_.Open();
-  EXPECT_TRUE(live.AwaitDone().ok());
+  ASSERT_NO_FATAL_FAILURE(InterruptByALiveRequest());
   EXPECT_EQ(watcher_.AwaitPairs(1)[0].fate, ShadowFate::kCompared);
   EXPECT_EQ(watcher_.interruptions(), 1);
   EXPECT_EQ(scored, 2) << "what was done of the pair stays done";

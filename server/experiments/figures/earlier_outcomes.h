@@ -35,11 +35,10 @@ class EarlierMeans {
   absl::flat_hash_map<uint64_t, Sum> sums_;
 };
 
-// What units showed before an experiment started, of these metrics: the outcomes that were
-// received by then. They are of other experiments in the
-// store, whose salt is another: with the same salt the arms of then would be those of now. Requests
-// that were forced, or that named no unit, are left out. Blocks. cancelled: see ReportOptions.
-// Errors: those of Store::ReadRequests; kCancelled.
+// What units showed before an experiment started, of these metrics: the outcomes that were received
+// by then. They are of other experiments in the store, whose salt is another: with the same salt
+// the arms of then would be those of now. Requests that were forced, or that named no unit, are
+// left out. Blocks. cancelled: see ReportOptions. Errors: those of Store::ReadRequests; kCancelled.
 using EarlierOutcomes = std::map<std::string, EarlierMeans, std::less<>>;
 absl::StatusOr<EarlierOutcomes> ReadEarlierOutcomes(const v1::Experiment& experiment,
                                                     absl::Span<const std::string> metrics,

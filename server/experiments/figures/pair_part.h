@@ -18,8 +18,7 @@
 
 namespace epikv {
 
-// Both arms' answers to the same prompts (Experiment.pairs). Of an experiment without pairs it does
-// nothing.
+// Both arms' answers to the same prompts, of an experiment that has pairs (Experiment.pairs).
 class PairPart {
  public:
   // A pair of a request that began before `lost_before` and that nothing is known of is lost. All
@@ -56,7 +55,6 @@ class PairPart {
   }
 
   void Report(v1::ExperimentReport& report) const {
-    if (!experiment_.has_pairs()) return;
     v1::PairsReport& pairs = *report.mutable_pairs();
     std::vector<int64_t> lost, settled;
     int64_t compared = 0;

@@ -134,16 +134,19 @@ class ReportMaker {
   }
   absl::Status ReadParties() {
     Parties parties(experiment_, arms_, subgroups_);
-    PairPart pairs(experiment_, arms_, lost_before_);
+    std::optional<PairPart> pairs;
+    if (experiment_.has_pairs() && !options_.guardrails_only) {
+      pairs.emplace(experiment_, arms_, lost_before_);
+    }
     absl::Status status = ReadAlong(
         [&](const RequestRow& row) {
           const std::optional<Owner> owner = parties.Add(row);
-          if (owner.has_value()) pairs.Add(*owner, row);
+          if (owner.has_value() && pairs.has_value()) pairs->Add(*owner, row);
         },
         [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
     report_.set_blocked(Blocked(report_));
-    if (!options_.guardrails_only) pairs.Report(report_);
+    if (pairs.has_value()) pairs->Report(report_);
     units_ = parties.units();
     if (windows_.has_value()) {
       units_ = std::max(units_, (timeline_.end() - timeline_.begin()) / windows_->length());

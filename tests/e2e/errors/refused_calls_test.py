@@ -111,16 +111,26 @@ def test_a_request_that_was_cancelled(small: Daemon) -> None:
     assert "CancelRequest" in told_.message
 
 
+def pace(daemon: Daemon, request: generation_pb2.GenerateRequest) -> float:
+    """Lets the daemon learn its pace, and returns the seconds that the request takes."""
+    took = []
+    for _ in range(3):  # one that was held up says nothing
+        begin = time.monotonic()
+        ask(daemon.grpc, f"{GENERATION}/Generate", request)
+        took.append(time.monotonic() - begin)
+    return min(took)
+
+
 def test_a_deadline_that_cannot_be_met(plain: Daemon) -> None:
     """One that is too short for the request is refused at once."""
     request = generate(stop={"max_output_tokens": 900, "ignore_eos": True})
-    ask(plain.grpc, f"{GENERATION}/Generate", request)  # the pace is known
+    seconds = pace(plain, request)
     # Of the server alone: a client's own clock would speak first.
-    in_20_ms = [("grpc-timeout", "20m")]
-    told = refusal(plain.grpc, f"{GENERATION}/Generate", request, metadata=in_20_ms, timeout=None)
+    timeout = [("grpc-timeout", f"{250 * seconds:.0f}m")]
+    told = refusal(plain.grpc, f"{GENERATION}/Generate", request, metadata=timeout, timeout=None)
     assert (told.code, told.info.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_INFEASIBLE")
     assert set(told.metadata) == {"seconds_left", "wait_seconds", "run_seconds"}
-    assert float(told.metadata["seconds_left"]) < 0.03 < float(told.metadata["run_seconds"])
+    assert float(told.metadata["seconds_left"]) < seconds / 3 < float(told.metadata["run_seconds"])
     assert told.metadata["run_seconds"] in told.message
     assert "RetryInfo" not in told.details, "no later try would be any faster"
 
@@ -131,12 +141,7 @@ def test_a_deadline_behind_a_queue(sample_model: Path) -> None:
     request = generate(stop={"max_output_tokens": 900, "ignore_eos": True})
     with Daemon(sample_model, *flags) as daemon, ExitStack() as stack:
         channel = stack.enter_context(grpc.insecure_channel(daemon.grpc))
-        took = []
-        for _ in range(3):  # the pace is known, and one that was held up says nothing
-            begin = time.monotonic()
-            ask(daemon.grpc, f"{GENERATION}/Generate", request)
-            took.append(time.monotonic() - begin)
-        seconds = min(took)
+        seconds = pace(daemon, request)
         method = channel.unary_stream(f"/epikv.v1.{GENERATION}/Generate")
         calls = [method(request.SerializeToString()) for _ in range(50)]
         for call in calls:

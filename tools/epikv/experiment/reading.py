@@ -240,11 +240,10 @@ def pairs_of(experiment: Experiment) -> str:
 
 def pair_fates(report: ExperimentReport) -> list[tuple[str, str, int]]:
     """Of pairs: name, meaning, and how many; by the arm that was shown where it is of one."""
-    names = {"compared": "compared", "lost": "lost", "waiting": "waiting"}
     return [
-        (f"{shown.arm}/{name}", f"{meaning} with {shown.arm} shown", getattr(shown, name))
+        (f"{shown.arm}/{name}", f"{name} with {shown.arm} shown", getattr(shown, name))
         for shown in report.pairs.shown
-        for name, meaning in names.items()
+        for name in ("compared", "lost", "waiting")
     ] + [("later_requests", "left out: not their unit's first", report.pairs.later_requests)]
 
 
