@@ -1,6 +1,7 @@
 """`epikv eval` spread over several daemons: it finds what one finds, and goes on when one is lost."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,17 @@ def test_three_find_what_one_finds(by_one: Path, daemons: list[Daemon], tmp_path
     assert summaries[0] == summaries[1]
     shares = [served(daemon) for daemon in daemons]
     assert sum(shares) == TOTAL and min(shares) > TOTAL / 6, shares
+
+
+def test_those_that_it_starts_find_the_same(
+    by_one: Path, sample_model: Path, tmp_path: Path
+) -> None:
+    of_its_own = ("--model", str(sample_model), "--daemons", "2")
+    flags = ("--daemon-flag=threads=1", "--daemon-flag=deterministic")
+    result = CliRunner().invoke(main, [*command(tmp_path), *of_its_own, *flags])
+    assert result.exit_code == 0, result.output
+    assert len(re.findall("serving at (.*), metrics", result.output)) == 2
+    assert found(tmp_path) == found(by_one)
 
 
 def test_what_a_lost_one_had_is_run_by_the_others(

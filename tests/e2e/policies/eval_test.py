@@ -234,6 +234,7 @@ def test_what_cannot_be_run_is_told_before_it_runs(daemon: Daemon, tmp_path: Pat
         (("--task", "file:nowhere.jsonl"), "nowhere.jsonl"),
         (("--task", "sample:programs@6"), "two tasks have one name"),
         (("--model", __file__), "give --server or --model"),
+        (("--daemons", "2"), "--daemons needs --model or --model-dir, and neither --server"),
         (("--model-name", "nothing"), "NOT_FOUND"),
     ):
         result = invoke(*command(daemon.grpc, tmp_path / "out", *more))

@@ -161,12 +161,19 @@ class _Slack(click.ParamType):
     help="A sample model's folder. Its oracle knows what is needed; without --server, a daemon is"
     " started on it.",
 )
+@click.option(
+    "--daemons",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many daemons are started on --model or --model-dir; the work is spread over them.",
+)
 @click.option("--binary", type=_FILE, help=harness.BUILT)
 @click.option(
     "--daemon-flag",
     "flags",
     multiple=True,
-    help="Flag of the daemon that is started; may be given several times.",
+    help="Flag of each daemon that is started; may be given several times.",
 )
 def command(names: tuple[str, ...], out: Path, **given: Any) -> None:
     """Measure what policies keep: problems with checkable answers, under budgets.
@@ -291,10 +298,11 @@ def _served(
     servers: Sequence[str],
     cluster: str | None,
     model: Path | None,
+    daemons: int,
     binary: Path | None,
     flags: Sequence[str],
 ) -> Iterator[list[harness.Served]]:
-    """The daemons at `servers` or of a Ray cluster, or one on `model` or on what `model_dir` holds."""
+    """The daemons at `servers` or of a Ray cluster, or `daemons` on `model` or on what `model_dir` holds."""
     from epikv.cli import eval_models as models
 
     if cluster is not None and (model is None or servers):
@@ -303,6 +311,10 @@ def _served(
         raise click.UsageError("give --server or --model: of a server's daemon the model is known")
     if len(set(servers)) < len(servers):
         raise click.UsageError("one --server is given twice")
+    if daemons > 1 and (servers or cluster is not None or (model is None and model_dir is None)):
+        raise click.UsageError(
+            "--daemons needs --model or --model-dir, and neither --server nor --ray"
+        )
     if not servers and model is None and model_dir is None and cluster is None:
         servers = [os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)]
     own = [f"--max_running_requests={at_once}"]
@@ -325,7 +337,7 @@ def _served(
         assert model_dir is not None  # else there is a server
         return models.exported(model_dir)
 
-    asked: list[str | None] = [*servers] or [None]
+    asked: list[str | None] = [*servers] or [None] * daemons
     with ExitStack() as stack:
         yield [
             stack.enter_context(

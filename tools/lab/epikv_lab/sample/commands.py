@@ -159,8 +159,17 @@ def packets(seeds: tuple[str, ...], out: Path) -> None:
     help="Add these alone to the tournament, or to what `aged` is, with the anchors once more, which must come out the same.",
 )
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@click.option(
+    "--daemons",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="The work is spread over so many, of one thread each.",
+)
 @OUT
-def evaluate(name: str, only: tuple[str, ...], seeds: tuple[str, ...], out: Path) -> None:
+def evaluate(
+    name: str, only: tuple[str, ...], seeds: tuple[str, ...], daemons: int, out: Path
+) -> None:
     """Run the evaluation NAME of the pages on every seed, or all whose names begin with it, such as
     tournament, pair, aged, lengths, reproduction and claims; interrupted, it goes on."""
     from epikv_lab.sample.measure import EVALUATIONS, folders, measure, named
@@ -171,7 +180,8 @@ def evaluate(name: str, only: tuple[str, ...], seeds: tuple[str, ...], out: Path
         raise click.UsageError("--policy adds to the tournament and to aged alone")
     for seed in folders(seeds):
         for each in named(name):
-            measure(each, seed, out / (f"{each}-added" if only else each) / seed.name, only)
+            folder = out / (f"{each}-added" if only else each) / seed.name
+            measure(each, seed, folder, only, daemons)
 
 
 @click.command()

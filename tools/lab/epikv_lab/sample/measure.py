@@ -313,14 +313,14 @@ def train_gates(seed: Path, out: Path) -> None:
             raise SystemExit(status)
 
 
-def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
+def measure(name: str, seed: Path, out: Path, only: Sequence[str] = (), daemons: int = 1) -> Path:
     """Runs an evaluation on a seed's folder, into `out`, and writes its scores into the folder.
     only: policies that have been registered since, to be added to what is there.
 
     Exits as `epikv eval` does, if it does not end well; the same call then goes on.
     """
     of = EVALUATIONS[name]
-    command = [*_EPIKV, "eval", "--daemon-flag=threads=1"]
+    command = [*_EPIKV, "eval", "--daemon-flag=threads=1", f"--daemons={daemons}"]
     command += ["--model-dir", str(seed), "--out", str(out), "--split", of.split]
     command += [f"--problems={of.problems}", f"--slack={of.slack}", f"--positions={of.positions}"]
     command += [] if of.equal_protection else ["--published-protection"]
