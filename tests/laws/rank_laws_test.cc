@@ -112,8 +112,7 @@ Victims VictimsOf(const Transcript& transcript, int64_t heads) {
 
 class EveryPolicyByRanks : public testing::TestWithParam<std::tuple<int, PolicyCase>> {
  protected:
-  // One team of each size serves all policies: to load its shards takes longer than a policy's
-  // requests.
+  // One team of each size serves all policies, so that its shards are loaded once.
   static Team& TeamOf(int size) {
     std::unique_ptr<Team>& team = Teams()[size];
     if (team == nullptr) team = std::make_unique<Team>("mha", size, Options());

@@ -19,12 +19,19 @@ from calls import Wrong
 from recorded import Ledger, Sqlite, Traffic
 
 SEED = 5  # of a few rounds in which the daemon dies in its start, and under traffic with its store away
+BATCHES = (
+    4  # at most: on a slow machine none of the traffic of one may come while the store is away
+)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_nothing_acknowledged_is_lost_or_counted_twice(sample_model: Path, kind: str) -> None:
-    found = crashes.batch(sample_model, kind, 8, SEED)
-    assert found.kills == 8 and found.lost == found.twice == 0
+    found = crashes.Found()
+    for seed in range(SEED, SEED + BATCHES):
+        found += crashes.batch(sample_model, kind, 8, seed)
+        assert found.kills >= 8 and found.lost == found.twice == 0
+        if found.in_start and found.outages and found.spooled:
+            break
     assert found.in_start > 0 and found.outages > 0
     assert 0 < found.spooled < found.acknowledged <= found.stored
 

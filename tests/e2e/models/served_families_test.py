@@ -3,6 +3,7 @@
 More configurations: `python -m epikv_lab.export.sweep`.
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from epikv.client import Client
 from epikv.export.families import FAMILIES
 from epikv_lab.export.sweep import Model, check, make, name_of, serving
 
-CONFIGURATIONS = 3  # of each family
+CONFIGURATIONS = 3 if os.environ.get("EPIKV_NIGHTLY") else 1  # of each family
 CASES = [
     *[
         (architecture, seed, "float32")

@@ -22,7 +22,10 @@ from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 
 TASK = "sample:programs@8"
-QUICK = ("--traces", "24", "--try", "6", "--confirm", "30", "--daemon-flag", "threads=1")
+QUICK = (
+    *("--traces", "24", "--runs", "24", "--try", "6", "--confirm", "30"),
+    *("--daemon-flag", "threads=1"),
+)
 
 
 def arguments(model: Path, out: Path) -> list[str]:

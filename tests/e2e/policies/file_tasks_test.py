@@ -17,7 +17,10 @@ from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 
 FORM = ("--answer-after", "answer", "--match", "exact")
-QUICK = ("--traces", "18", "--try", "4", "--confirm", "14", "--daemon-flag", "threads=1")
+QUICK = (
+    *("--traces", "18", "--runs", "24", "--try", "4", "--confirm", "14"),
+    *("--daemon-flag", "threads=1"),
+)
 NAMES = ("full", "random", "random:frozen=true", "sliding")
 
 
