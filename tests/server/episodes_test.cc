@@ -22,12 +22,12 @@ Embedding Unit(Embedding e) {
 // Windows near so many directions, in turns.
 std::vector<Embedding> Around(int64_t directions, int64_t windows, float noise) {
   std::mt19937_64 random(7);
-  std::normal_distribution<float> normal(0, noise);
+  std::normal_distribution<float> normal;
   std::vector<Embedding> all;
   for (int64_t w = 0; w < windows; ++w) {
     Embedding e(8);
     e[w % directions] = 1;
-    for (float& x : e) x += normal(random);
+    for (float& x : e) x += noise * normal(random);
     all.push_back(Unit(e));
   }
   return all;
