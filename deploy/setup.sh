@@ -73,8 +73,8 @@ install_packages() {
 pip() { "$EPIKV_PYTHON" -m pip --disable-pip-version-check "$@"; }
 
 # install_locked FILES AND OPTIONS: wheels whose hashes are in the files. Nothing is built, for what builds would
-# be fetched without a hash. Python compiles a module when it is first imported: most of these never are.
-install_locked() { pip install --require-hashes --only-binary :all: --no-compile "$@"; }
+# be fetched without a hash.
+install_locked() { pip install --require-hashes --only-binary :all: "$@"; }
 
 make_venv() {
   [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"

@@ -8,6 +8,10 @@ command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 # own, let clocks jump, and open pages in a browser.
 EPIKV_PACKAGES+=(git postgresql haproxy faketime)
 command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
+# Python compiles what is imported, once: pip need not compile the rest (0 switches that off, as pip has it), and
+# none of hundreds of processes has to compile what it imports of ours.
+export PIP_NO_COMPILE=0
+unset PYTHONDONTWRITEBYTECODE
 prepare
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
@@ -40,7 +44,6 @@ build
 nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS" >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
 tidy=$!
 export OMP_WAIT_POLICY=PASSIVE
-unset PYTHONDONTWRITEBYTECODE  # or each of hundreds of processes would compile what it imports of ours
 ctest --test-dir build/dev -LE 'nightly|gpu' --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons, for which it waits more than it computes.
 # In the order of their folders: the long ones, in e2e, come first.
